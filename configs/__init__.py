@@ -1,0 +1,1 @@
+"""Complete configuration files that ship with the package."""

@@ -1,0 +1,1 @@
+"""RL post-training of language models as Lightning modules, strategies and callbacks."""

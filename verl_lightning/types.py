@@ -1,0 +1,105 @@
+"""The frozen dataclasses that cross room borders: what a model scores, what an engine samples, what PPO learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Token sequences for a model to score: a left-padded prompt, then a right-padded response.
+
+    The response is the last ``response_mask.shape[1]`` columns of ``input_ids``. For SFT it is all but the first column.
+    """
+
+    input_ids: Int[Tensor, "batch sequence"]
+    """Prompt and response tokens."""
+
+    attention_mask: Bool[Tensor, "batch sequence"]
+    """True on real tokens, False on padding."""
+
+    response_mask: Bool[Tensor, "batch response"]
+    """True on the response tokens that are trained on; False on tool output and padding."""
+
+    temperature: float = 1.0
+    """Softmax temperature of every log-probability of these tokens, dimensionless."""
+
+    @property
+    def response_ids(self) -> Int[Tensor, "batch response"]:
+        """The response columns of ``input_ids``."""
+        return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.input_ids)
+
+    def select(self, rows: Int[Tensor, " rows"] | slice) -> Self:
+        """The same batch with only these rows."""
+        return self._map_tensors(lambda tensor: tensor[rows])
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on another device."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a model says about each response token; heads that it lacks are None."""
+
+    log_probs: Float[Tensor, "batch response"] | None = None
+    """Of the response tokens at the batch's temperature, in nats, float32."""
+
+    entropy: Float[Tensor, "batch response"] | None = None
+    """Of the distribution that each response token was drawn from, in nats, float32."""
+
+    values: Float[Tensor, "batch response"] | None = None
+    """Expected return before each response token, in units of reward, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(TokenBatch):
+    """Sampled responses; ``num_samples`` rows in a row belong to one prompt."""
+
+    rollout_log_probs: Float[Tensor, "batch response"]
+    """Of the sampled tokens under the engine's policy at ``temperature``, in nats; 0 where ``response_mask`` is False."""
+
+    is_truncated: Bool[Tensor, " batch"]
+    """True where the response met the length limit before its end token."""
+
+    prompt_index: Int[Tensor, " batch"]
+    """Row of the prompt batch that each response answers; equal for the samples of one group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(TokenBatch):
+    """What PPO learns from: a rollout with its advantages."""
+
+    rollout_log_probs: Float[Tensor, "batch response"]
+    """Of the response tokens under the engine's policy, in nats."""
+
+    old_log_probs: Float[Tensor, "batch response"]
+    """Of the same tokens under the policy before this iteration's first update, in nats."""
+
+    advantages: Float[Tensor, "batch response"]
+    """How much better each token was than expected, in units of reward; constant."""
+
+    ref_log_probs: Float[Tensor, "batch response"] | None = None
+    """Of the same tokens under the frozen reference, in nats; None when no KL is used."""
+
+    values: Float[Tensor, "batch response"] | None = None
+    """The critic's values before this iteration's first update; None without a critic."""
+
+    returns: Float[Tensor, "batch response"] | None = None
+    """What the critic learns to predict; None without a critic."""
