@@ -1,0 +1,27 @@
+"""Fixtures that every test folder uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with the tiny model and its tokenizer."""
+    return write_tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 ``sort4`` prompts in verl's schema."""
+    return write_prompt_file(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 ``sort4`` chats, a question and its answer each."""
+    return write_chat_file(tmp_path_factory.mktemp("chats") / "chats.jsonl")
