@@ -1,0 +1,219 @@
+"""What our modules ask of a Lightning strategy: the one contract between algorithm and hardware.
+
+A module hands over whole mini-batches of micro-batches, since a pipeline schedule must own the loop over them.
+The defaults fit any stock Lightning strategy of one process; see `as_contract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from verl_lightning.metrics import Metric
+from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
+from verl_lightning.models.weights import merged_weights
+from verl_lightning.types import Scores, TokenBatch
+
+BatchT = TypeVar("BatchT", bound=TokenBatch)
+LossFn = Callable[[Scores, BatchT], tuple[Tensor, Mapping[str, Metric]]]
+"""From a model's scores and the micro-batch to a loss that is already divided by the totals of the whole optimizer
+step over all ranks (so that micro-batches and ranks are summed, never averaged), and its metrics."""
+
+
+class PostTrainingStrategy:
+    """Mix-in with the operations that differ between back ends; none of them knows an algorithm.
+
+    Those marked *collective* must be called by every rank, in the same order.
+    """
+
+    lightning_module: LightningModule | None
+    precision_plugin: Precision
+    root_device: torch.device
+
+    def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+        """Build one role's model and spread it over the devices. Collective; called in ``configure_model``.
+
+        Args:
+            config: Which model, and how it is trained.
+            head: What the model scores.
+            trainable: False freezes every weight.
+        """
+        return build_scorer(config, head, trainable=trainable).to(self.root_device)
+
+    def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+        """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(
+            parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+
+    def forward(
+        self, model: nn.Module, micro_batches: Sequence[TokenBatch], *, with_entropy: bool = False
+    ) -> list[Scores]:
+        """Scores without gradient, in evaluation mode; the same on every rank of a model-parallel group. Collective."""
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.precision_plugin.forward_context():
+                return [model(batch, with_entropy=with_entropy) for batch in micro_batches]
+        finally:
+            model.train(was_training)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[BatchT],
+        loss_fn: LossFn[BatchT],
+        *,
+        with_entropy: bool = False,
+    ) -> list[Mapping[str, Metric]]:
+        """Add the gradient of one mini-batch, summed over its micro-batches and over ranks. Collective.
+
+        Args:
+            model: From `make_model`.
+            micro_batches: This rank's share of the mini-batch; at least one, the numbers may differ between ranks.
+            loss_fn: Gives each micro-batch's normalised loss and metrics.
+            with_entropy: Score the entropy too, with its gradient.
+
+        Returns:
+            Each micro-batch's metrics.
+        """
+        metrics = []
+        for index, batch in enumerate(micro_batches):
+            is_last = index + 1 == len(micro_batches)
+            with nullcontext() if is_last else self.no_gradient_sync(model):
+                loss, parts = self.train_loss(model, batch, loss_fn, with_entropy=with_entropy)
+                cast(Strategy, self).backward(loss, None)
+            metrics.append(parts)
+        return metrics
+
+    def train_loss(
+        self, model: nn.Module, batch: BatchT, loss_fn: LossFn[BatchT], *, with_entropy: bool = False
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
+        """The loss of one batch with its graph, for whoever calls ``backward`` next: Lightning, under SFT."""
+        with self.precision_plugin.forward_context():
+            loss, metrics = loss_fn(self._call(model, batch, with_entropy), batch)
+        return loss * self.gradient_divisor, metrics
+
+    def clip_and_step(self, optimizer: LightningOptimizer, max_norm: float, *, count: bool) -> Tensor:
+        """Clip the gradients to a global norm, step the optimizer, clear the gradients. Collective.
+
+        A gradient that is not finite changes nothing: its step is skipped and the returned norm tells.
+
+        Args:
+            optimizer: From ``LightningModule.optimizers()``.
+            max_norm: Largest global norm; 0 does not clip.
+            count: Whether this step moves ``trainer.global_step``: one does in each iteration.
+
+        Returns:
+            The norm before clipping, over all ranks.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
+        if not torch.isfinite(norm):
+            for parameter in parameters:  # AdamW passes over parameters without a gradient, decay included
+                parameter.grad = None
+        if count:
+            optimizer.step()
+        else:
+            cast(Strategy, self).optimizer_step(optimizer.optimizer, closure=lambda: None)
+        optimizer.zero_grad()
+        return norm
+
+    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
+
+        Collective: every rank must exhaust the iterator.
+        """
+        return merged_weights(model.backbone)
+
+    def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within it, backward passes add up gradients on this rank only."""
+        return nullcontext()
+
+    @property
+    def gradient_divisor(self) -> float:
+        """By what the back end divides gradients; losses are multiplied by it, since ours are normalised already."""
+        return 1.0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data."""
+        return 1
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this one is."""
+        return 0
+
+    def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
+        """The sum of every data-parallel rank's tensor, which is left as it was. Collective."""
+        return tensor
+
+    def gather_over_data_parallel(self, value: Any) -> list[Any]:
+        """Every data-parallel rank's value, by rank; small picklable objects only. Collective."""
+        return [value]
+
+    def _call(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
+        """The training forward pass."""
+        return cast(Scores, model(batch, with_entropy=with_entropy))
+
+
+class DataParallelMixin(PostTrainingStrategy):
+    """Data-parallel arithmetic where every rank sees different data: the group is the world."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def gather_over_data_parallel(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+class _StockStrategy(PostTrainingStrategy):
+    """Lends the defaults to a Lightning strategy that knows nothing of them."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+def as_contract(strategy: Strategy) -> PostTrainingStrategy:
+    """The strategy itself if it offers the contract, else the defaults around it.
+
+    Raises:
+        MisconfigurationException: If a stock strategy of several processes is given: its wrapping of the whole module
+            does not fit several models that are trained in turn.
+    """
+    if isinstance(strategy, PostTrainingStrategy):
+        return strategy
+    if isinstance(strategy, ParallelStrategy):
+        raise MisconfigurationException(
+            f"`trainer.strategy` is Lightning's own `{type(strategy).__name__}`, which wraps the whole module at once"
+            " and cannot train several models in turn. Use `ddp` (ours takes its place) or `auto`."
+        )
+    return _StockStrategy(strategy)

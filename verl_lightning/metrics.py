@@ -1,0 +1,101 @@
+"""Metrics that state their own reduction, so that micro-batches and ranks of any size add up to the right number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["mean", "sum", "max", "min"]
+Number = Tensor | float
+
+
+class Metric(NamedTuple):
+    """A part of a metric: what one micro-batch or one rank knows of it."""
+
+    kind: Kind
+    total: Number
+    weight: Number = 1.0
+
+    def merge(self, other: Metric) -> Metric:
+        """Both parts as one.
+
+        Raises:
+            ValueError: If the two are reduced in different ways.
+        """
+        if self.kind != other.kind:
+            raise ValueError(f"a metric cannot be both a {self.kind} and a {other.kind}")
+        if self.kind in ("mean", "sum"):
+            return Metric(self.kind, self.total + other.total, self.weight + other.weight)
+        better = max if self.kind == "max" else min
+        return Metric(self.kind, better(self.total, other.total))
+
+    @property
+    def value(self) -> Number:
+        """The metric itself; nan for a mean over nothing."""
+        if self.kind != "mean":
+            return self.total
+        return self.total / self.weight if self.weight else float("nan")
+
+
+def mean(total: Number, weight: Number = 1.0) -> Metric:
+    """``total / weight``, each summed over micro-batches and ranks before they are divided."""
+    return Metric("mean", total, weight)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Metric:
+    """Mean of ``values`` where ``mask`` is True."""
+    return Metric("mean", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
+
+
+def total(value: Number) -> Metric:
+    """Sum over micro-batches and ranks."""
+    return Metric("sum", value)
+
+
+def spread(name: str, values: Tensor) -> dict[str, Metric]:
+    """``name/mean``, ``name/max`` and ``name/min`` of the given numbers; nothing if there are none."""
+    if values.numel() == 0:
+        return {}
+    values = values.detach().float()
+    return {
+        f"{name}/mean": Metric("mean", values.sum(), float(values.numel())),
+        f"{name}/max": Metric("max", values.max()),
+        f"{name}/min": Metric("min", values.min()),
+    }
+
+
+class MetricTable:
+    """Collects metrics over the parts of an iteration."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Merge one part's metrics."""
+        for name, metric in metrics.items():
+            self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
+
+    def reduce(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        """The metrics over all ranks. Collective; ranks may hold different names.
+
+        Args:
+            gather: Returns a list of every data-parallel rank's argument.
+        """
+        merged = MetricTable()
+        for part in gather(self._to_floats()):
+            merged.add({name: Metric(*fields) for name, fields in part.items()})
+        return {name: float(metric.value) for name, metric in merged._metrics.items()}
+
+    def _to_floats(self) -> dict[str, tuple[Kind, float, float]]:
+        """Plain numbers, copied from the device in one go."""
+        numbers = [torch.as_tensor(n) for m in self._metrics.values() for n in (m.total, m.weight)]
+        if not numbers:
+            return {}
+        device = next((n.device for n in numbers if n.device.type != "cpu"), torch.device("cpu"))
+        flat = torch.stack([n.to(device, torch.float64) for n in numbers]).tolist()
+        return {
+            name: (metric.kind, flat[2 * i], flat[2 * i + 1]) for i, (name, metric) in enumerate(self._metrics.items())
+        }

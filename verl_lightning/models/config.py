@@ -1,0 +1,94 @@
+"""What a user says about a model and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters beside frozen base weights: ``W + B A * alpha / rank``."""
+
+    rank: int = 16
+    """Inner dimension of the adapters."""
+
+    alpha: float = 32.0
+    """Scale of the adapters; their product is multiplied by ``alpha / rank``."""
+
+    dropout: float = 0.0
+    """Dropout on the adapters' input while training, in ``[0, 1)``."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get adapters, by Hugging Face name; ``all-linear`` is every linear layer but the output head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"`lora.rank` must be at least 1, got {self.rank}.")
+        if self.alpha <= 0:
+            raise ValueError(f"`lora.alpha` must be above 0 (at 0 the adapters do nothing), got {self.alpha}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`lora.dropout` must lie in [0, 1), got {self.dropout}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule; a step is one ``trainer.global_step``."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up; all but ``constant`` end at ``trainer.max_steps``."""
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end of the decay as a share of ``lr``, in ``[0, 1]``."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"`optim.lr` must be above 0, got {self.lr}.")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"`optim.max_grad_norm` must not be negative, got {self.max_grad_norm}.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"`optim.min_lr_ratio` must lie in [0, 1], got {self.min_lr_ratio}.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"`optim.warmup_steps` must not be negative, got {self.warmup_steps}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A causal language model and how it is trained."""
+
+    path: str
+    """Folder or hub name of a Hugging Face causal language model."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and learning-rate schedule."""
+
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; null trains all weights."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stored weights. A learning rate near 1e-6 is lost in bfloat16: prefer float32 with
+    ``trainer.precision: bf16-mixed``."""
+
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel of transformers."""
+
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more compute."""

@@ -1,0 +1,145 @@
+"""A Hugging Face model that scores response tokens: log-probabilities, values, or both from one trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs
+from verl_lightning.models.config import LoraConfig, ModelConfig
+from verl_lightning.types import Scores, TokenBatch
+
+Head = Literal["policy", "value", "policy_and_value"]
+
+
+class TokenScorer(nn.Module):
+    """Scores each response token of a batch.
+
+    Args:
+        backbone: A causal language model, or its trunk alone for the head ``value``.
+        value_head: Maps hidden states to values; None for a policy alone.
+        head: What is scored.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, value_head: nn.Linear | None, head: Head) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = value_head
+        self.head = head
+
+    def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
+        """Scores of the response tokens, each predicted from the position before it.
+
+        Args:
+            batch: On the model's device.
+            with_entropy: Also return the entropy of each token's distribution.
+        """
+        num_positions = batch.response_mask.shape[1] + 1
+        inputs = {
+            "input_ids": batch.input_ids,
+            "attention_mask": batch.attention_mask,
+            "position_ids": position_ids(batch.attention_mask),
+            "use_cache": False,
+        }
+        if self.head == "value":
+            hidden = self.backbone(**inputs).last_hidden_state[:, -num_positions:-1]
+            return Scores(values=self._values(hidden))
+        needs_hidden = self.value_head is not None
+        output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
+        values = self._values(output.hidden_states[-1][:, -num_positions:-1]) if needs_hidden else None
+        logits = output.logits[:, :-1]
+        if not with_entropy:
+            log_probs = token_log_probs(logits, batch.response_ids, temperature=batch.temperature)
+            return Scores(log_probs=log_probs, values=values)
+        log_probs, entropy = log_probs_and_entropy(logits, batch.response_ids, temperature=batch.temperature)
+        return Scores(log_probs=log_probs, entropy=entropy, values=values)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Within it the base weights alone answer; a no-op for a model without adapters."""
+        if not has_adapters(self.backbone):
+            yield
+            return
+        self.backbone.disable_adapters()
+        try:
+            yield
+        finally:
+            self.backbone.enable_adapters()
+
+    def _values(self, hidden: Float[Tensor, "batch response hidden"]) -> Float[Tensor, "batch response"]:
+        assert self.value_head is not None
+        return self.value_head(hidden).squeeze(-1).float()
+
+
+def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
+    """Positions that count real tokens only, so that left padding moves nothing."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+    """Load a model from its Hugging Face folder and give it the heads it needs.
+
+    The value head starts at zero: a random one makes the first critic updates huge.
+
+    Args:
+        config: Which model, and how it is trained.
+        head: What it scores.
+        trainable: False freezes every weight.
+
+    Raises:
+        ValueError: If there is no model at ``config.path``.
+    """
+    backbone = load_backbone(config, AutoModel if head == "value" else AutoModelForCausalLM)
+    value_head = None
+    if head != "policy":
+        value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=backbone.dtype)
+        nn.init.zeros_(value_head.weight)
+    if config.lora is not None and trainable:
+        backbone = add_adapters(backbone, config.lora)
+    if config.gradient_checkpointing and trainable:
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = TokenScorer(backbone, value_head, head)
+    return scorer if trainable else scorer.requires_grad_(False)
+
+
+def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
+    """Load the weights with one of transformers' auto classes.
+
+    Raises:
+        ValueError: If there is no model at ``config.path``.
+    """
+    try:
+        model: PreTrainedModel = auto_class.from_pretrained(
+            config.path, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation
+        )
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"no model could be loaded from `path: {config.path}` ({reason})."
+            " Give a folder written by `save_pretrained`, or a name on the Hugging Face hub."
+        ) from error
+    return model
+
+
+def has_adapters(backbone: PreTrainedModel) -> bool:
+    """Whether PEFT adapters were put into this model."""
+    return bool(getattr(backbone, "_hf_peft_config_loaded", False))
+
+
+def add_adapters(backbone: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+    """Freeze the weights and put PEFT's LoRA adapters beside them, in place."""
+    from peft import LoraConfig as PeftLoraConfig
+
+    backbone.requires_grad_(False)
+    backbone.add_adapter(
+        PeftLoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules
+        )
+    )
+    return backbone
