@@ -1,0 +1,44 @@
+"""Group-relative advantages: a response is judged against the others that answer its prompt."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from verl_lightning.functional.advantages.groups import group_statistics
+
+
+def grpo_advantages(
+    rewards: Float[Tensor, " batch"],
+    group_index: Int[Tensor, " batch"],
+    valid: Bool[Tensor, " batch"],
+    *,
+    normalize_by_std: bool,
+) -> Float[Tensor, " batch"]:
+    """How much better than its group each response is.
+
+    With the mean and unbiased std over the valid responses of a group::
+
+        A_i = (R_i - mean) / (std + 1e-6)    normalize_by_std, GRPO
+        A_i = R_i - mean                     otherwise, Dr. GRPO
+
+    Args:
+        rewards: ``R_i`` of the responses, in units of reward. Ignored where not valid.
+        group_index: Any integers; equal for the responses to one prompt.
+        valid: False on responses to leave out of their group: failed rewards, nothing to train on.
+        normalize_by_std: Divide by the group's std.
+
+    Returns:
+        One advantage per response, the same for each of its tokens; exactly 0 where not valid and in groups of one
+        response or of equal rewards.
+
+    References:
+        Shao et al., *DeepSeekMath*, 2024, sec. 4.1.2. https://arxiv.org/abs/2402.03300
+        Liu et al., *Understanding R1-Zero-Like Training*, 2025, sec. 3.2. https://arxiv.org/abs/2503.20783
+    """
+    group = group_statistics(rewards, group_index, valid)
+    advantages = rewards - group.mean
+    if normalize_by_std:
+        advantages = advantages / (group.std + 1e-6)
+    return torch.where(group.has_signal, advantages, 0.0)

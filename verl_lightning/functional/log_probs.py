@@ -1,0 +1,162 @@
+"""Log-probabilities and entropy of response tokens; the only place that shifts labels and applies the temperature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_CHUNK_NUMEL = 2**26
+"""Logits per chunk: 256 MiB for each float32 temporary, few kernel launches."""
+
+
+def response_logits(
+    logits: Float[Tensor, "batch positions vocab"], response_length: int
+) -> Float[Tensor, "batch response vocab"]:
+    """The logits that predict the response: those of the position before each response token.
+
+    Computes::
+
+        logits[:, -response_length - 1 : -1]
+
+    Args:
+        logits: Of the whole sequence or of any ending of it with at least ``response_length + 1`` positions, such as
+            a Hugging Face model gives for ``logits_to_keep=response_length + 1``.
+        response_length: Columns of the response, tokens.
+
+    Returns:
+        A view, aligned with the response's token ids: position ``t`` predicts response token ``t``.
+
+    Raises:
+        ValueError: If there is no logit for the position before the first response token.
+    """
+    if logits.shape[1] <= response_length:
+        raise ValueError(
+            f"`logits` must cover the `response_length` = {response_length} response positions and the one before,"
+            f" got {logits.shape[1]} positions. Ask the model for `logits_to_keep={response_length + 1}`."
+        )
+    return logits[:, -response_length - 1 : -1]
+
+
+def token_log_probs(
+    logits: Float[Tensor, "batch response vocab"], labels: Int[Tensor, "batch response"], *, temperature: float
+) -> Float[Tensor, "batch response"]:
+    """Log-probability of each label under the softmax of its logits.
+
+    Computes::
+
+        log_softmax(logits / temperature)[label]
+
+    Args:
+        logits: Of the position before each label (see `response_logits`), in any float type.
+        labels: Token ids.
+        temperature: Softmax temperature, dimensionless, above 0.
+
+    Returns:
+        In nats, float32. A position whose result gets no gradient gives none to its logits, even if they are ``nan``.
+    """
+    log_probs, _ = log_probs_and_entropy(logits, labels, temperature=temperature)
+    return log_probs
+
+
+def token_entropy(
+    logits: Float[Tensor, "batch response vocab"], *, temperature: float
+) -> Float[Tensor, "batch response"]:
+    """Entropy of the softmax of each position's logits.
+
+    With ``p = softmax(logits / temperature)``::
+
+        -sum(p * log(p))
+
+    Args:
+        logits: Of the position before each token, in any float type.
+        temperature: Softmax temperature, dimensionless, above 0.
+
+    Returns:
+        In nats, float32, from 0 to ``log(vocab)``.
+    """
+    any_label = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+    _, entropy = log_probs_and_entropy(logits, any_label, temperature=temperature)
+    return entropy
+
+
+def log_probs_and_entropy(
+    logits: Float[Tensor, "batch response vocab"], labels: Int[Tensor, "batch response"], *, temperature: float
+) -> tuple[Float[Tensor, "batch response"], Float[Tensor, "batch response"]]:
+    """Log-probability of each label and entropy of its distribution, from one pass over the logits.
+
+    Keeps nothing of the vocabulary's size for the backward pass but the logits themselves, and holds float32 copies of
+    a chunk at a time.
+
+    Args:
+        logits: Of the position before each label (see `response_logits`), in any float type.
+        labels: Token ids.
+        temperature: Softmax temperature, dimensionless, above 0.
+
+    Returns:
+        `token_log_probs` and `token_entropy`, both in nats and float32.
+    """
+    outputs: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(logits, labels, temperature)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """Recomputes the softmax chunk by chunk in the backward pass instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        parts = [
+            _forward_chunk(logits[:, chunk], labels[:, chunk], temperature) for chunk in _response_chunks(logits.shape)
+        ]
+        log_probs, entropy, log_normalizer = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, labels, entropy, log_normalizer)
+        ctx.temperature = temperature
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits = ctx.saved_tensors[0]
+        rows = (*ctx.saved_tensors[1:], *grads)
+        grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for chunk in _response_chunks(logits.shape):
+            # Written into one buffer of the logits' own type: a list of parts would hold the gradient twice.
+            grad_logits[:, chunk] = _backward_chunk(
+                logits[:, chunk], *(row[:, chunk] for row in rows), temperature=ctx.temperature
+            )
+        return grad_logits, None, None
+
+
+def _response_chunks(shape: torch.Size) -> list[slice]:
+    batch, response, vocab = shape
+    width = max(1, _CHUNK_NUMEL // max(1, batch * vocab))
+    return [slice(start, start + width) for start in range(0, max(1, response), width)]
+
+
+def _forward_chunk(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = logits.float() / temperature
+    log_normalizer = scaled.logsumexp(dim=-1)
+    log_probs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    probs = (scaled - log_normalizer.unsqueeze(-1)).exp()
+    # `entr` is 0 at p = 0, where p * log(p) would be nan.
+    return log_probs, torch.special.entr(probs).sum(dim=-1), log_normalizer
+
+
+def _backward_chunk(
+    logits: Tensor,
+    labels: Tensor,
+    entropy: Tensor,
+    log_normalizer: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
+    *,
+    temperature: float,
+) -> Tensor:
+    """``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``."""
+    probs = (logits.float() / temperature - log_normalizer.unsqueeze(-1)).exp()
+    grad = torch.special.entr(probs) * grad_entropy.unsqueeze(-1)
+    grad = grad - probs * (grad_log_probs + grad_entropy * entropy).unsqueeze(-1)
+    grad = grad.scatter_add(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
+    is_idle = (grad_log_probs == 0) & (grad_entropy == 0)
+    return torch.where(is_idle.unsqueeze(-1), 0.0, grad / temperature)
