@@ -1,0 +1,90 @@
+"""Reward functions as users write them, good and bad; loaded by file path."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+
+def number(sample):
+    """The response as a number; the process id as a component."""
+    return {"reward": float(sample.response), "pid": os.getpid()}
+
+
+def slow_number(sample):
+    time.sleep(0.02)
+    return number(sample)
+
+
+def scaled(sample, *, scale, offset=0.0):
+    return scale * float(sample.response) + offset
+
+
+def partial_components(sample):
+    return {"reward": 1.0, "length": 3.0} if sample.response == "long" else {"reward": 0.0}
+
+
+def misbehave(sample):
+    """Does what the response says; else 1."""
+    actions = {
+        "raise": lambda: {}["absent key"],
+        "none": lambda: None,
+        "nan": lambda: float("nan"),
+        "infinite": lambda: float("inf"),
+        "text": lambda: "1.0",
+        "no reward key": lambda: {"score": 1.0},
+        "nan component": lambda: {"reward": 1.0, "length": float("nan")},
+        "leave": lambda: sys.exit(0),
+        "interrupt": lambda: os.kill(os.getpid(), 2),
+        "loop": spin,
+        "sleep": lambda: time.sleep(1e9),
+        "exit": lambda: os._exit(3),
+        "segfault": lambda: ctypes.string_at(0),
+    }
+    return actions.get(sample.response, lambda: 1.0)()
+
+
+def spin():
+    while True:
+        pass
+
+
+def spin_and_tell(sample):
+    """Writes its process id to the file named by the response, then never comes back."""
+    with open(sample.response, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    spin()
+
+
+def hang_in_child(sample):
+    """Has a child process hold the pipe named by the response open for ever."""
+    subprocess.run(["sh", "-c", 'exec 3>"$0"; printf started >&3; sleep 1000', sample.response], check=True)
+
+
+def noisy(sample):
+    print('{"reward": 99}')  # noqa: T201
+    os.write(1, b'{"reward": 98}\n')
+    subprocess.run(["echo", '{"reward": 97}'], check=True)
+    return float(sys.stdin.read() == "")
+
+
+def loaded_torch(sample):
+    return float("torch" in sys.modules)
+
+
+def ground_truth_length(sample):
+    return float(len(sample.ground_truth))
+
+
+async def asynchronous(sample):
+    return 1.0
+
+
+class Judge:
+    """A class where a function is needed."""
+
+    def __init__(self, sample):
+        pass

@@ -1,0 +1,117 @@
+"""Finds a reward function by its name and binds its arguments."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_lightning.rewards.base import RewardFn
+
+BUILT_IN_REWARDS = {
+    "boxed_format": "verl_lightning.rewards.response_format.boxed_format",
+    "exact_match": "verl_lightning.rewards.exact_match.exact_match",
+    "gsm8k": "verl_lightning.rewards.gsm8k.gsm8k",
+    "gsm8k_flexible": "verl_lightning.rewards.gsm8k.gsm8k_flexible",
+    "math": "verl_lightning.rewards.math_answer.math_answer",
+    "tag_format": "verl_lightning.rewards.response_format.tag_format",
+}
+"""Import path of each reward function that has a short name."""
+
+
+def load_reward_function(name: str, arguments: Mapping[str, Any]) -> RewardFn:
+    """Imports a reward function and binds its keyword arguments.
+
+    Args:
+        name: A key of ``BUILT_IN_REWARDS``, an import path ``package.module.function``, or a file
+            ``path/to/file.py:function``.
+        arguments: Keyword arguments, bound for every call.
+
+    Returns:
+        The function of the sample alone.
+
+    Raises:
+        ValueError: If the function does not import, is no plain function, or does not take these arguments.
+    """
+    function = _find(BUILT_IN_REWARDS.get(name, name))
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"The reward `function: {name}` must be a plain function of the sample, got {function!r}.")
+    _check_arguments(name, function, arguments)
+    return functools.partial(function, **arguments)
+
+
+def _find(name: str) -> Any:
+    if ".py:" in name:
+        file, _, attribute = name.rpartition(":")
+        module = _import(name, functools.partial(_import_file, Path(file).expanduser()))
+    elif "." in name:
+        path, _, attribute = name.rpartition(".")
+        module = _import(name, functools.partial(importlib.import_module, path))
+    else:
+        raise ValueError(f"The reward `function: {name}` is unknown.{_closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
+    if not hasattr(module, attribute):
+        raise ValueError(
+            f"The reward `function: {name}` does not import: `{module.__file__}` has no `{attribute}`."
+            f"{_closest(attribute, dir(module))} {_ways_out()}"
+        )
+    return getattr(module, attribute)
+
+
+def _import(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except BaseException as error:  # a user's module may raise anything, `sys.exit` included
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The reward `function: {name}` does not import: {cause}. {_ways_out()}") from error
+
+
+def _import_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file `{file}`")
+    name = f"reward_file_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(file.resolve().parent))  # so that it can import its neighbours, as a script can
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)[1:]  # the first one takes the sample
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for argument in arguments:
+        if argument not in names and not takes_any:
+            raise ValueError(
+                f"The reward `function: {name}` takes no argument `{argument}`.{_closest(argument, names)}"
+                f" Its arguments are: {', '.join(names) or 'none'}."
+            )
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"The reward `function: {name}` must take a sample and the given `arguments`"
+            f" ({', '.join(arguments) or 'none'}), but: {error}. Its signature is `{inspect.signature(function)}`."
+        ) from error
+
+
+def _closest(name: str, names: Collection[str]) -> str:
+    matches = get_close_matches(name, names, n=1)
+    return f" Did you mean `{matches[0]}`?" if matches else ""
+
+
+def _ways_out() -> str:
+    return (
+        f"Give a built-in name ({', '.join(BUILT_IN_REWARDS)}), an import path such as `package.module.function`"
+        f" that Python finds from `{Path.cwd()}`, or a file such as `path/to/file.py:function`."
+    )

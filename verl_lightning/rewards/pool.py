@@ -1,0 +1,205 @@
+"""Scores responses in worker processes that can be killed, so that no reward function can stop or skew a run."""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_lightning.rewards.base import RewardSample
+from verl_lightning.rewards.process import WorkerProcess
+from verl_lightning.rewards.scoring import RewardResults, ScoringBatch
+from verl_lightning.rewards.wire import encode_line, encode_sample
+
+_START_SECONDS = 300.0  # to import the function's module, which may load a model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Which reward function judges the responses, and how it is run."""
+
+    function: str
+    """A built-in name (``gsm8k``, ``gsm8k_flexible``, ``math``, ``exact_match``, ``tag_format``, ``boxed_format``), an
+    import path ``package.module.function``, or a file ``path/to/file.py:function``."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, the same for every sample."""
+
+    num_workers: int = 2
+    """Worker processes of each rank."""
+
+    timeout: float = 30.0
+    """Seconds that one sample may take. A sample that takes longer is left out, and its worker is killed."""
+
+    max_error_share: float = 0.1
+    """Share of a batch, in ``[0, 1]``, that may be left out for errors and timeouts; above it the run stops."""
+
+    def __post_init__(self) -> None:
+        if not self.function:
+            raise ValueError("`function` must name the reward function, such as `gsm8k`, but it is empty.")
+        if self.num_workers < 1:
+            raise ValueError(f"`num_workers` must be at least 1, got {self.num_workers}.")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"`timeout` must be a positive number of seconds, got {self.timeout}.")
+        if not 0 <= self.max_error_share <= 1:
+            raise ValueError(f"`max_error_share` must be between 0 and 1, got {self.max_error_share}.")
+
+
+class RewardPool:
+    """Worker processes that share out the samples of each batch.
+
+    A sample whose function raises, returns no finite number, kills its process or takes too long gets no reward: it is
+    counted and left out, never taken for 0. Rewards don't depend on which worker gives them. No worker outlives its
+    parent. Start, score and stop from one thread: Linux takes a worker down with the thread that started it.
+
+    Args:
+        config: The function and its limits.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self._workers: list[WorkerProcess] = []
+
+    def start(self) -> None:
+        """Starts the workers and waits until each has imported the function.
+
+        Raises:
+            ValueError: If the function does not import or does not take the arguments.
+            RuntimeError: If the pool is started already.
+        """
+        if self._workers:
+            raise RuntimeError("`RewardPool.start` was called twice. Call `stop` in between.")
+        self._workers = [self._spawn() for _ in range(self.config.num_workers)]
+        no_samples = ScoringBatch([], num_workers=self.config.num_workers)
+        try:
+            while not all(worker.is_ready for worker in self._workers):
+                self._advance(no_samples)
+        finally:
+            if not all(worker.is_ready for worker in self._workers):
+                self.stop()
+
+    def score(self, samples: Sequence[RewardSample]) -> RewardResults:
+        """Scores a batch.
+
+        Args:
+            samples: Any number, also none.
+
+        Returns:
+            One reward a sample, in order; None for samples to leave out.
+
+        Raises:
+            RuntimeError: If more than ``max_error_share`` of the samples fail (as soon as that is certain), or before
+                ``start``. The pool is then stopped.
+            TypeError: If a sample holds a value that JSON can't express.
+        """
+        if not self._workers:
+            raise RuntimeError("`RewardPool.score` needs running workers. Call `start` first.")
+        lines = [encode_sample(sample) for sample in samples]
+        batch = ScoringBatch(lines, num_workers=self.config.num_workers)
+        for worker in [worker for worker in self._workers if worker.is_dead]:
+            self._replace(worker, batch)
+        try:
+            while not batch.is_done:
+                self._share_out(batch)
+                self._advance(batch)
+                self._check_failures(batch)
+        finally:
+            if not batch.is_done:
+                self.stop()
+        return batch.results()
+
+    def stop(self) -> None:
+        """Ends the workers. Does nothing if there are none; ``start`` may follow."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _spawn(self) -> WorkerProcess:
+        first_line = {
+            "function": self.config.function,
+            "arguments": self.config.arguments,
+            "parent_pid": os.getpid(),
+            "sys_path": [str(path) for path in sys.path],
+        }
+        return WorkerProcess(encode_line(first_line), start_timeout=_START_SECONDS)
+
+    def _share_out(self, batch: ScoringBatch) -> None:
+        for worker in self._workers:
+            if worker.is_ready and not worker.queue and (positions := batch.take()):
+                worker.assign(positions, [batch.lines[i] for i in positions], timeout=self.config.timeout)
+
+    def _advance(self, batch: ScoringBatch) -> None:
+        """Waits until a worker has something to say or runs out of time, and deals with it."""
+        for worker in self._wait():
+            for answer in worker.receive():
+                self._take_answer(worker, answer, batch)
+            if worker.is_at_end:
+                self._bury(worker, batch)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.deadline < now]:
+            self._interrupt(worker, batch)
+
+    def _wait(self) -> list[WorkerProcess]:
+        """Moves backlogs on until an answer comes or a deadline passes; gives the workers with answers."""
+        first_deadline = min(worker.deadline for worker in self._workers)
+        with selectors.PollSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.answers, selectors.EVENT_READ, worker)
+                if worker.has_backlog:
+                    selector.register(worker.requests, selectors.EVENT_WRITE, worker)
+            events = selector.select(max(0.0, first_deadline - time.monotonic()))
+        for key, event in events:
+            if event & selectors.EVENT_WRITE:
+                key.data.flush()
+        return [key.data for key, event in events if event & selectors.EVENT_READ]
+
+    def _take_answer(self, worker: WorkerProcess, answer: dict[str, Any], batch: ScoringBatch) -> None:
+        if worker.is_ready:
+            batch.record_answer(worker.queue.popleft(), answer)
+        elif "failed" in answer:
+            error = ValueError(answer["failed"])
+            error.add_note(answer["traceback"])
+            raise error
+        else:
+            worker.is_ready = True
+
+    def _bury(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
+        how = worker.kill()
+        if not worker.is_ready:
+            raise ValueError(
+                f"The reward `function: {self.config.function}` does not import: the worker's process ended ({how})"
+                " meanwhile; what it wrote stands above. Import it in a Python shell to see why."
+            )
+        if worker.queue:
+            batch.record_death(worker.queue.popleft(), how)
+        self._replace(worker, batch)
+
+    def _interrupt(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
+        if not worker.is_ready:
+            raise ValueError(
+                f"The reward `function: {self.config.function}` does not import within {_START_SECONDS:g} seconds."
+                " Import it in a Python shell to see what it waits for."
+            )
+        batch.record_timeout(worker.queue.popleft(), self.config.timeout)
+        self._replace(worker, batch)
+
+    def _replace(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
+        worker.kill()
+        batch.put_back(worker.queue)
+        self._workers[self._workers.index(worker)] = self._spawn()
+
+    def _check_failures(self, batch: ScoringBatch) -> None:
+        if batch.num_failures <= self.config.max_error_share * len(batch.lines):
+            return
+        so_far = batch.results()
+        raise RuntimeError(
+            f"The reward `function: {self.config.function}` failed on {so_far.num_errors} of {len(batch.lines)} samples"
+            f" and ran out of time (`timeout: {self.config.timeout:g}`) on {so_far.num_timeouts}, which is more than"
+            f" `max_error_share: {self.config.max_error_share:g}` allows. Mend the function, or raise the share to"
+            f" leave such samples out. The first failure:\n{so_far.first_traceback}"
+        )

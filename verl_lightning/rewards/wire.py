@@ -1,0 +1,63 @@
+"""What crosses the pipes between pool and workers: one JSON value a line, never pickle."""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from verl_lightning.rewards.base import RewardSample
+
+
+def encode_sample(sample: RewardSample) -> bytes:
+    """Writes a sample as one line of JSON.
+
+    Values that JSON lacks become: arrays and tensors nested lists, sets sorted lists, dates ISO 8601 text, durations
+    seconds, bytes base64 text, decimals and UUIDs text. Keys become text.
+
+    Args:
+        sample: The sample, as read from the data set.
+
+    Returns:
+        ASCII with a line feed at its end and nowhere else.
+
+    Raises:
+        TypeError: If a value of another type is in it.
+    """
+    return encode_line(vars(sample))
+
+
+def decode_sample(line: bytes) -> RewardSample:
+    """Reads what ``encode_sample`` wrote; values that JSON lacks stay what they became."""
+    return RewardSample(**json.loads(line))
+
+
+def encode_line(value: Any) -> bytes:
+    """Writes any value as one line of JSON, by the rules of ``encode_sample``."""
+    return _ENCODER.encode(value).encode("ascii") + b"\n"
+
+
+def _to_plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # NumPy's scalars and arrays, tensors
+        is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m")
+        return value.astype(str).tolist() if is_time else value.tolist()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Decimal | UUID):
+        return str(value)
+    raise TypeError(
+        f"A reward function gets its sample as JSON, and a `{type(value).__name__}` can't be written so."
+        " Convert it in the data set to text, numbers, lists or dicts, or leave the column out."
+    )
+
+
+_ENCODER = json.JSONEncoder(default=_to_plain, separators=(",", ":"))
