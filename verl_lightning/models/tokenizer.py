@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
