@@ -119,17 +119,22 @@ class PostTrainingStrategy:
         Returns:
             The norm before clipping, over all ranks.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-        if not torch.isfinite(norm):
-            for parameter in parameters:  # AdamW passes over parameters without a gradient, decay included
-                parameter.grad = None
+        parameters = with_gradient(optimizer)
+        norm = self.gradient_norm(parameters)
+        if not norm.isfinite():
+            clear_gradients(parameters)
+        elif max_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         if count:
             optimizer.step()
         else:
             cast(Strategy, self).optimizer_step(optimizer.optimizer, closure=lambda: None)
         optimizer.zero_grad()
         return norm
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Global 2-norm of the gradients over all ranks. Collective."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
@@ -168,6 +173,17 @@ class PostTrainingStrategy:
     def _call(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
         """The training forward pass."""
         return cast(Scores, model(batch, with_entropy=with_entropy))
+
+
+def with_gradient(optimizer: torch.optim.Optimizer | LightningOptimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Take the gradients away, so that the next step changes nothing: AdamW passes over such parameters, its decay too."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class DataParallelMixin(PostTrainingStrategy):

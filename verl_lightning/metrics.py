@@ -34,10 +34,8 @@ class Metric(NamedTuple):
 
     @property
     def value(self) -> Number:
-        """The metric itself; nan for a mean over nothing."""
-        if self.kind != "mean":
-            return self.total
-        return self.total / self.weight if self.weight else float("nan")
+        """The metric itself; a mean needs some weight."""
+        return self.total / self.weight if self.kind == "mean" else self.total
 
 
 def mean(total: Number, weight: Number = 1.0) -> Metric:
@@ -79,7 +77,7 @@ class MetricTable:
             self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
 
     def reduce(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """The metrics over all ranks. Collective; ranks may hold different names.
+        """The metrics over all ranks; a mean over nothing is left out. Collective; ranks may hold different names.
 
         Args:
             gather: Returns a list of every data-parallel rank's argument.
@@ -87,7 +85,8 @@ class MetricTable:
         merged = MetricTable()
         for part in gather(self._to_floats()):
             merged.add({name: Metric(*fields) for name, fields in part.items()})
-        return {name: float(metric.value) for name, metric in merged._metrics.items()}
+        known = {name: metric for name, metric in merged._metrics.items() if metric.kind != "mean" or metric.weight}
+        return {name: float(metric.value) for name, metric in known.items()}
 
     def _to_floats(self) -> dict[str, tuple[Kind, float, float]]:
         """Plain numbers, copied from the device in one go."""

@@ -105,7 +105,7 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     if config.gradient_checkpointing and trainable:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = TokenScorer(backbone, value_head, head)
-    return scorer if trainable else scorer.requires_grad_(False)
+    return scorer.train() if trainable else scorer.requires_grad_(False).eval()
 
 
 def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:

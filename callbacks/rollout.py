@@ -1,0 +1,136 @@
+"""Samples responses just before the step that learns from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.seeding import derive_seed, run_seed
+from verl_lightning.types import Rollout
+
+
+class RolloutCallback(Callback):
+    """Adds ``batch["rollout"]`` to each prompt batch and touches nothing else.
+
+    The policy's weights go to the engine whenever an optimizer step has changed them, so that every response comes
+    from the newest policy.
+
+    Args:
+        sampling: How training responses are sampled.
+        val_sampling: How validation and test responses are sampled.
+
+    Raises:
+        MisconfigurationException: In ``setup``, if the module has no policy to sample from.
+    """
+
+    def __init__(
+        self, sampling: SamplingConfig = SamplingConfig(), val_sampling: SamplingConfig = SamplingConfig()
+    ) -> None:
+        self.sampling = sampling
+        self.val_sampling = val_sampling
+        self._engine: RolloutEngine | None = None
+        self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
+
+    @abstractmethod
+    def make_engine(self, module: PostTrainingModule) -> RolloutEngine:
+        """An engine for the module's policy, not started yet."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, PostTrainingModule):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` samples from a module's policy, but `{type(pl_module).__name__}` has none."
+                " Train a `PPOModule`, or take the rollout callback out."
+            )
+        self._weights_step = -1
+        self._engine = self.make_engine(pl_module)
+        self._engine.start(trainer.strategy.root_device)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        batch["rollout"] = self._sample(trainer, pl_module, batch, self.sampling, "train")
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: dict[str, Any],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        batch["rollout"] = self._sample(trainer, pl_module, batch, self.val_sampling, "validate")
+
+    @override
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: dict[str, Any],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        batch["rollout"] = self._sample(trainer, pl_module, batch, self.val_sampling, "test")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+
+    def _sample(
+        self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
+    ) -> Rollout:
+        assert isinstance(module, PostTrainingModule)  # checked in `setup`
+        assert self._engine is not None
+        if self._weights_step != trainer.global_step:
+            with module.phase("update_weights"):
+                self._engine.load_weights(module.contract.named_weights(module.policy))
+            self._weights_step = trainer.global_step
+        # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
+        step = trainer.global_step if purpose == "train" else 0
+        seeds = [
+            [derive_seed(run_seed(), purpose, step, row, sample) for sample in range(sampling.num_samples)]
+            for row in batch["row_index"].tolist()
+        ]
+        prompts = Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
+        with module.phase("gen"):
+            return self._engine.generate(prompts, sampling)
+
+
+class HFRollout(RolloutCallback):
+    """Samples with a copy of the policy in the training process: no extra package, any device, not fast.
+
+    Args:
+        sampling: How training responses are sampled.
+        val_sampling: How validation and test responses are sampled.
+        batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig = SamplingConfig(),
+        val_sampling: SamplingConfig = SamplingConfig(),
+        batch_size: int = 1024,
+    ) -> None:
+        super().__init__(sampling, val_sampling)
+        self.batch_size = batch_size
+
+    @override
+    def make_engine(self, module: PostTrainingModule) -> HFEngine:
+        config = module.policy_config
+        return HFEngine(
+            config,
+            eos_token_ids=module.eos_token_ids,
+            pad_token_id=module.tokenizer.pad_token_id,
+            batch_size=self.batch_size,
+        )

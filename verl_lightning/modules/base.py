@@ -1,0 +1,166 @@
+"""What PPO and SFT have in common: a tokenizer, the strategy's contract, phases, schedules and safe checkpoints."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.modules.schedules import make_schedule
+from verl_lightning.seeding import reseed, run_seed
+from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
+
+SHAPES_KEY = "weight_shapes"
+
+
+@runtime_checkable
+class PhaseListener(Protocol):
+    """A callback that wants to know which phase of an iteration begins."""
+
+    def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
+        """Called as each phase begins."""
+
+
+class PostTrainingModule(LightningModule):
+    """A policy in training.
+
+    Args:
+        policy_config: The policy's model, which brings the run's tokenizer and chat template.
+    """
+
+    def __init__(self, policy_config: ModelConfig) -> None:
+        super().__init__()
+        self.policy_config = policy_config
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
+        self._timing_start: float | None = None  # when the first phase since the last `take_timings` began
+        # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
+        # not here: the update is over when `training_step` returns.
+        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+
+    @property
+    def policy(self) -> TokenScorer:
+        """The model that answers prompts."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer: pads on the left, has a chat template."""
+        return load_tokenizer(self.policy_config.path)
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a response: the tokenizer's and those of the model's generation config."""
+        try:
+            ids = GenerationConfig.from_pretrained(self.policy_config.path).eos_token_id
+        except OSError:  # the folder has none
+            ids = None
+        return sorted({self.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
+
+    @property
+    def contract(self) -> PostTrainingStrategy:
+        """The strategy's operations."""
+        return as_contract(self.trainer.strategy)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Marks a phase of an iteration: for profilers, for the progress bar, and for ``timing_s/<name>``."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PhaseListener):
+                callback.on_phase_start(self, name)
+        start = time.perf_counter()
+        if self._timing_start is None:
+            self._timing_start = start
+        label = f"[{type(self).__name__}]{name}"
+        with self.trainer.profiler.profile(label), torch.profiler.record_function(name):  # type: ignore[attr-defined]
+            yield
+        self.phase_seconds[name] += time.perf_counter() - start
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, and of all that time together, as ``timing_s/...``."""
+        end = time.perf_counter()
+        timings = {f"timing_s/{name}": seconds for name, seconds in self.phase_seconds.items()}
+        timings["timing_s/step"] = end - (self._timing_start or end)
+        self.phase_seconds.clear()
+        self._timing_start = None
+        return timings
+
+    def print_table(self, table: Table) -> None:
+        """Show a table to people, on one rank, above the progress bar."""
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(table)
+        self.print(capture.get())
+
+    @override
+    def configure_callbacks(self) -> Sequence[Callback]:
+        # The first hook of all, before Lightning's own refusals, which can't name our options.
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            self.check_callback(callback)
+        return []
+
+    def check_callback(self, callback: Callback) -> None:
+        """Refuse a callback that would do nothing, or harm, in silence.
+
+        Raises:
+            MisconfigurationException: With what to use instead.
+        """
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                "`StochasticWeightAveraging` copies the module before its model is built, and would average nothing."
+                " Use Lightning's `EMAWeightAveraging`, or `WeightAveraging` with an averaging function of your own."
+            )
+        if isinstance(callback, LearningRateFinder):
+            raise MisconfigurationException(
+                "`LearningRateFinder` sets one `lr` attribute, but each model here has its own `optim.lr`."
+                " Compare short runs with different `optim.lr` and `trainer.max_steps` instead."
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Libraries draw dropout from the global streams; seeded by the batch, a resumed run draws the same.
+        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        reseed(run_seed(), "train", batches, self.trainer.global_rank)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SHAPES_KEY] = self._weight_shapes()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        theirs, ours = checkpoint.get(SHAPES_KEY), self._weight_shapes()
+        if theirs is None:
+            raise ValueError("`ckpt_path` is not a checkpoint of a verl_lightning module; give one that `fit` wrote.")
+        if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            name = wrong[0]
+            raise ValueError(
+                f"`ckpt_path` holds another model: weight `{name}` has shape {theirs.get(name, 'none')} there and"
+                f" {ours.get(name, 'none')} here ({len(wrong)} weights differ). Use the model settings of that run."
+            )
+
+    def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:
+        """One entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
+        optimizer = self.contract.make_optimizer(model, config.optim)
+        schedule = make_schedule(optimizer, config.optim, self.trainer.max_steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "name": f"lr/{name}", "interval": "step"},
+        }
+
+    def _weight_shapes(self) -> dict[str, list[int]]:
+        return {name: list(weight.shape) for name, weight in self.named_parameters()}

@@ -1,0 +1,171 @@
+"""From a scored rollout to what PPO learns from: log-probs, values, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from verl_lightning.functional import kl as kl_estimators
+from verl_lightning.functional.advantages.groups import num_groups_without_signal
+from verl_lightning.functional.masking import masked_sum, standardize
+from verl_lightning.functional.rewards import place_sequence_rewards, subtract_kl
+from verl_lightning.functional.value_loss import explained_variance
+from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
+from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs
+from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.micro_batches import join_columns, split_micro_batches
+from verl_lightning.modules.ppo_config import KLConfig
+from verl_lightning.strategies.base import PostTrainingStrategy
+from verl_lightning.types import Experience, Rollout, Scores
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceMaker:
+    """Scores a rollout with the models of this iteration and estimates advantages."""
+
+    contract: PostTrainingStrategy
+    """Runs the models."""
+
+    actor: TokenScorer
+    """The policy."""
+
+    critic: TokenScorer | None
+    """The value model; None without one, or when the actor has the value head."""
+
+    reference: TokenScorer | None
+    """The frozen reference; None when it is the actor without its adapters."""
+
+    advantage: AdvantageEstimator
+    """Which advantages."""
+
+    kl: KLConfig | None
+    """None when no reference is asked."""
+
+    micro_batch_size: int
+    """Most sequences scored at once on a rank."""
+
+    phase: Phase
+    """Marks and times what is done."""
+
+    def make(
+        self, rollout: Rollout, verdict: Verdict, greedy: Verdict | None, kl_coef: float
+    ) -> tuple[Experience, dict[str, Metric]]:
+        """The experience and its metrics. Collective.
+
+        Args:
+            rollout: Sampled responses.
+            verdict: Their rewards.
+            greedy: Rewards of greedy responses to the same prompts, for estimators that need them.
+            kl_coef: Current weight of the KL penalty.
+        """
+        mask = rollout.response_mask & verdict.is_valid[:, None]
+        with self.phase("old_log_prob"):
+            scores = self._score(self.actor, rollout, with_entropy=True)
+        with self.phase("ref"):
+            ref_log_probs = self._reference_log_probs(rollout)
+        with self.phase("values"):
+            values = scores.values if self.critic is None else self._score(self.critic, rollout).values
+        assert scores.log_probs is not None
+        assert scores.entropy is not None
+        with self.phase("adv"):
+            token_rewards = place_sequence_rewards(verdict.rewards, mask)
+            metrics = {"actor/entropy": masked_mean(scores.entropy, mask)}
+            if ref_log_probs is not None and self.kl is not None:
+                kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scores.log_probs, ref_log_probs, mask)
+                metrics["actor/ref_kl"] = masked_mean(kl, mask)
+                if self.kl.place == "reward":
+                    token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)
+            outputs = self.advantage(
+                AdvantageInputs(
+                    token_rewards=token_rewards,
+                    rewards=verdict.rewards,
+                    response_mask=mask,
+                    group_index=rollout.prompt_index,
+                    is_valid=verdict.is_valid,
+                    values=values,
+                    greedy_rewards=None if greedy is None else greedy.rewards[rollout.prompt_index],
+                    reward_components=verdict.components,
+                    log_probs=scores.log_probs,
+                    sum_squared_probs=None,
+                )
+            )
+            advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
+        experience = Experience(
+            input_ids=rollout.input_ids,
+            attention_mask=rollout.attention_mask,
+            response_mask=mask,
+            temperature=rollout.temperature,
+            rollout_log_probs=rollout.rollout_log_probs,
+            old_log_probs=scores.log_probs,
+            advantages=advantages,
+            ref_log_probs=ref_log_probs,
+            values=values,
+            returns=outputs.returns,
+        )
+        metrics |= experience_metrics(experience, token_rewards, rollout)
+        if self.advantage.needs_groups:
+            silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, verdict.is_valid)
+            metrics["train/frac_zero_std"] = mean(silent, groups)
+        return experience, metrics
+
+    def _score(self, model: TokenScorer, rollout: Rollout, *, with_entropy: bool = False) -> Scores:
+        batches = split_micro_batches(rollout, self.micro_batch_size)
+        parts = self.contract.forward(model, batches, with_entropy=with_entropy)
+        width = rollout.response_mask.shape[1]
+
+        def join(name: str) -> Tensor | None:
+            columns = [getattr(part, name) for part in parts]
+            return None if columns[0] is None else join_columns(columns, width)
+
+        return Scores(log_probs=join("log_probs"), entropy=join("entropy"), values=join("values"))
+
+    def _reference_log_probs(self, rollout: Rollout) -> Tensor | None:
+        if self.kl is None:
+            return None
+        if self.reference is not None:
+            return self._score(self.reference, rollout).log_probs
+        with self.actor.without_adapters():
+            return self._score(self.actor, rollout).log_probs
+
+    def _whiten(self, advantages: Tensor, mask: Tensor) -> Float[Tensor, "batch response"]:
+        """Whitened over all ranks."""
+        reduce = self.contract.sum_over_data_parallel
+        count = reduce(mask.sum())
+        center = reduce(masked_sum(advantages, mask)) / count.clamp(min=1)
+        squares = reduce(masked_sum((advantages - center).square(), mask))
+        variance = squares / (count - 1).clamp(min=1)
+        if count < 2:
+            return torch.where(mask, advantages - center, 0.0)
+        return standardize(advantages, mask, mean=center, variance=variance)
+
+
+def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:
+    """What an iteration learnt from, under the names that verl's users know."""
+    mask = experience.response_mask
+    rows = mask.any(-1)
+    width = rollout.response_mask.shape[1]
+    response_lengths = rollout.attention_mask[:, -width:].sum(-1)
+    gap = experience.old_log_probs - experience.rollout_log_probs
+    metrics = (
+        spread("critic/rewards", token_rewards.sum(-1)[rows])
+        | spread("critic/advantages", experience.advantages[mask])
+        | spread("response_length", response_lengths)
+        | spread("prompt_length", rollout.attention_mask[:, :-width].sum(-1))
+    )
+    metrics["response_length/clip_ratio"] = mean(rollout.is_truncated.sum(), float(len(rollout)))
+    metrics["rollout_corr/abs_log_prob_gap"] = masked_mean(gap.abs(), mask)
+    metrics["perf/total_num_tokens"] = total(rollout.attention_mask.sum())
+    metrics["train/excluded_sequences"] = total((~rows).sum())
+    if experience.returns is not None and experience.values is not None:
+        metrics |= spread("critic/returns", experience.returns[mask]) | spread("critic/values", experience.values[mask])
+        explained = explained_variance(experience.values, experience.returns, mask)
+        metrics["critic/vf_explained_var"] = mean(explained * mask.sum(), mask.sum())
+    return metrics

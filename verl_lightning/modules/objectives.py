@@ -1,0 +1,137 @@
+"""The losses of one optimizer step, ready for a strategy: normalised by the whole step's totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_lightning.functional import kl as kl_estimators
+from verl_lightning.functional.normalizer import Aggregation, token_weights
+from verl_lightning.functional.value_loss import clipped_value_loss, value_clip_indicator
+from verl_lightning.metrics import Metric, masked_mean, mean
+from verl_lightning.modules.policy_losses import PolicyLoss
+from verl_lightning.modules.ppo_config import KLConfig
+from verl_lightning.types import Experience, Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizer:
+    """Turns token losses into this micro-batch's share of the loss of a whole optimizer step."""
+
+    aggregation: Aggregation
+    """How."""
+
+    num_tokens: Tensor
+    """Response tokens of the step on all ranks."""
+
+    num_sequences: Tensor
+    """Sequences with a response token of the step on all ranks."""
+
+    max_response_length: int
+    """The fixed length of ``seq-mean-token-sum-norm``, in tokens."""
+
+    def __call__(self, losses: Tensor, response_mask: Tensor) -> Tensor:
+        """The share; shares add up to the loss."""
+        weights = token_weights(
+            response_mask,
+            self.aggregation,
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
+            max_response_length=self.max_response_length,
+        )
+        return (losses * weights).sum()
+
+    def metric(self, share: Tensor, response_mask: Tensor) -> Metric:
+        """The loss itself, as a mean over optimizer steps: the weights of a step's shares add up to 1."""
+        return mean(share.detach(), response_mask.sum() / self.num_tokens.clamp(min=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """Policy loss, KL penalty and entropy bonus."""
+
+    policy_loss: PolicyLoss
+    """Loss of each response token."""
+
+    normalizer: Normalizer
+    """Totals of the optimizer step."""
+
+    kl: KLConfig | None
+    """A penalty in the loss, or None."""
+
+    kl_coef: float
+    """Its current weight."""
+
+    entropy_coef: float
+    """Weight of the entropy bonus."""
+
+    is_on_policy: bool
+    """Whether the policy has not been updated since the responses were scored: its ratios must be 1."""
+
+    def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
+        """This micro-batch's share of the loss."""
+        assert scores.log_probs is not None
+        mask = batch.response_mask
+        losses, token_metrics = self.policy_loss(scores.log_probs, batch)
+        share = self.normalizer(losses, mask)
+        metrics = {name: masked_mean(values, mask) for name, values in token_metrics.items()}
+        metrics["actor/pg_loss"] = self.normalizer.metric(share, mask)
+        if self.is_on_policy:
+            ratio = torch.where(mask, scores.log_probs.detach() - batch.old_log_probs, 0.0).exp()
+            metrics["actor/on_policy_ratio_error"] = Metric("max", (ratio - 1).abs().max())
+        if self.kl is not None and batch.ref_log_probs is not None:
+            kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scores.log_probs, batch.ref_log_probs, mask)
+            kl_share = self.normalizer(kl, mask)
+            metrics["actor/kl_loss"] = self.normalizer.metric(kl_share, mask)
+            share = share + self.kl_coef * kl_share
+        if self.entropy_coef:
+            assert scores.entropy is not None
+            share = share - self.entropy_coef * self.normalizer(scores.entropy, mask)
+        return share, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueObjective:
+    """Clipped squared error of the critic."""
+
+    normalizer: Normalizer
+    """Totals of the optimizer step."""
+
+    clip: float
+    """How far a value may move from its old one, in units of reward."""
+
+    def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
+        """This micro-batch's share of the loss."""
+        assert scores.values is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        inputs = (scores.values, batch.values, batch.returns, batch.response_mask)
+        share = self.normalizer(clipped_value_loss(*inputs, clip=self.clip), batch.response_mask)
+        return share, {
+            "critic/vf_loss": self.normalizer.metric(share, batch.response_mask),
+            "critic/vf_clipfrac": masked_mean(value_clip_indicator(*inputs, clip=self.clip), batch.response_mask),
+            "critic/vpred_mean": masked_mean(scores.values, batch.response_mask),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedObjective:
+    """Both losses of a policy with a value head on its trunk."""
+
+    policy: PolicyObjective
+    """Loss of the policy head."""
+
+    value: ValueObjective
+    """Loss of the value head."""
+
+    coef: float
+    """Weight of the value loss."""
+
+    def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
+        """This micro-batch's share of the loss."""
+        policy_share, policy_metrics = self.policy(scores, batch)
+        value_share, value_metrics = self.value(scores, batch)
+        return policy_share + self.coef * value_share, {**policy_metrics, **value_metrics}

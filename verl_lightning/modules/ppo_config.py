@@ -1,0 +1,111 @@
+"""The options of PPO that are neither a model, a reward, an estimator nor a loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_lightning.functional.normalizer import Aggregation
+from verl_lightning.models.config import ModelConfig
+
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """A penalty that keeps the policy near a frozen reference: its own first weights, or itself without adapters."""
+
+    coef: float = 0.001
+    """Weight of the penalty; the first weight when ``target`` is given."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """Whether it is added to the loss of each token or taken from the reward of each token."""
+
+    estimator: KLEstimator = "k3_straight_through"
+    """Estimates the KL of each token, in nats. In the loss, k1, k3 and abs have wrong gradients; the straight-through
+    forms show the named value and have the gradient of k2, which is right."""
+
+    target: float | None = None
+    """Steer ``coef`` so that the mean KL comes to this many nats; null keeps ``coef`` as it is."""
+
+    horizon: int = 10000
+    """Sequences over which the steering takes effect."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError(f"`kl.coef` must not be negative, got {self.coef}.")
+        if self.place == "reward" and self.estimator.endswith("straight_through"):
+            raise ValueError(
+                f"`kl.estimator: {self.estimator}` shapes a gradient, and a reward has none."
+                " Use `k1`, `k2`, `k3` or `abs` with `kl.place: reward`."
+            )
+        if self.target is not None and self.target <= 0:
+            raise ValueError(f"`kl.target` must be above 0 nats, got {self.target}.")
+        if self.horizon < 1:
+            raise ValueError(f"`kl.horizon` must be at least 1 sequence, got {self.horizon}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """How an iteration's responses become optimizer steps."""
+
+    mini_batch_size: int = 64
+    """Prompts of one optimizer step, over all ranks, each with all its responses."""
+
+    micro_batch_size: int = 8
+    """Sequences of one forward and backward pass on one rank. Changes speed and memory, never the result."""
+
+    epochs: int = 1
+    """Passes over the iteration's responses."""
+
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one number; always over the whole optimizer step on all ranks."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, which is taken from the loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("mini_batch_size", "micro_batch_size", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`update.{name}` must be at least 1, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model of estimators such as GAE."""
+
+    model: ModelConfig | None = None
+    """The critic's own model; null puts a value head on the actor's trunk, trained by the actor's optimizer."""
+
+    value_clip: float = 0.5
+    """How far a value may move from its old one in an iteration, in units of reward; ``.inf`` does not clip."""
+
+    epochs: int = 1
+    """Passes over the iteration's responses. On a shared trunk it must equal ``update.epochs``."""
+
+    warmup_steps: int = 0
+    """First iterations that train the critic alone. Not with a shared trunk."""
+
+    shared_coef: float = 0.1
+    """Weight of the value loss beside the policy loss. With a shared trunk only."""
+
+    def __post_init__(self) -> None:
+        if self.value_clip <= 0:
+            raise ValueError(f"`critic.value_clip` must be above 0, got {self.value_clip}.")
+        if self.epochs < 1:
+            raise ValueError(f"`critic.epochs` must be at least 1, got {self.epochs}.")
+        if self.model is None and self.warmup_steps:
+            raise ValueError("`critic.warmup_steps` needs a critic of its own: set `critic.model`, or leave it at 0.")
+        if self.model is not None and self.shared_coef != type(self).shared_coef:
+            raise ValueError("`critic.shared_coef` is for a shared trunk: leave it out, or set `critic.model: null`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """What is measured on validation prompts."""
+
+    success_reward: float = 1.0
+    """A response with at least this reward counts as right, for pass@k."""
+
+    pass_k: list[int] = field(default_factory=lambda: [1])
+    """The k of pass@k; none may exceed ``rollout.val_sampling.num_samples``."""

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning on chats, under Lightning's automatic optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from verl_lightning.functional.masking import masked_sum
+from verl_lightning.metrics import Metric, MetricTable, masked_mean
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.strategies.base import clear_gradients, with_gradient
+from verl_lightning.types import Scores, TokenBatch
+
+
+class SFTModule(PostTrainingModule):
+    """Trains a language model to say what assistants said in chats.
+
+    The loss is the mean over supervised tokens of the whole optimizer step: ``accumulate_grad_batches`` and the number
+    of ranks change its speed, never its gradient.
+
+    Args:
+        actor: The model in training. ``trainer.gradient_clip_val``, when given, takes the place of its
+            ``optim.max_grad_norm``.
+    """
+
+    def __init__(self, actor: ModelConfig) -> None:
+        super().__init__(actor)
+        self.actor: TokenScorer | None = None
+        self._unit_tokens: Tensor | None = None  # tokens of the first batch of the optimizer step at work
+        self._step_tokens: Tensor | None = None  # tokens of all its batches so far
+        self._evaluation = MetricTable()
+
+    @property
+    @override
+    def policy(self) -> TokenScorer:
+        assert self.actor is not None
+        return self.actor
+
+    @override
+    def configure_model(self) -> None:
+        if self.actor is None:
+            self.actor = self.contract.make_model(self.policy_config, "policy", trainable=True)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.optimizer_config("actor", self.policy, self.policy_config)
+
+    @override
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        tokens = self.contract.sum_over_data_parallel(batch.response_mask.sum())
+        if self._unit_tokens is None or self._step_tokens is None:
+            self._unit_tokens = tokens.clamp(min=1)
+            self._step_tokens = torch.zeros_like(tokens)
+        self._step_tokens = self._step_tokens + tokens
+        unit, accumulated = self._unit_tokens, self.trainer.accumulate_grad_batches
+
+        def loss_fn(scores: Scores, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+            assert scores.log_probs is not None
+            token_sum = -masked_sum(scores.log_probs, batch.response_mask)
+            # In units of the step's first batch, and not divided by Lightning; `on_before_optimizer_step` does the rest.
+            return token_sum / unit * accumulated, {"loss": Metric("sum", token_sum.detach())}
+
+        loss, metrics = self.contract.train_loss(self.policy, batch, loss_fn)
+        token_sum = self.contract.sum_over_data_parallel(torch.as_tensor(metrics["loss"].total))
+        self.log("train/loss", token_sum / tokens.clamp(min=1), prog_bar=True, batch_size=1)
+        self.log("train/global_tokens", tokens.float(), batch_size=1)
+        return loss
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        assert self._unit_tokens is not None
+        assert self._step_tokens is not None
+        parameters = with_gradient(optimizer)
+        torch._foreach_mul_([p.grad for p in parameters], self._unit_tokens / self._step_tokens.clamp(min=1))
+        self._unit_tokens = self._step_tokens = None
+        norm = self.contract.gradient_norm(parameters)
+        if not norm.isfinite():
+            clear_gradients(parameters)
+        self.log("train/grad_norm", norm, batch_size=1)
+        self.log("train/skipped_updates", (~norm.isfinite()).float(), batch_size=1, reduce_fx="sum")
+        self.log("train/lr", optimizer.param_groups[0]["lr"], batch_size=1)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_val is not None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif self.policy_config.optim.max_grad_norm:
+            self.clip_gradients(optimizer, self.policy_config.optim.max_grad_norm, "norm")
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._evaluation = MetricTable()
+
+    @override
+    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._evaluation = MetricTable()
+
+    @override
+    def test_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _evaluate(self, batch: TokenBatch) -> None:
+        (scores,) = self.contract.forward(self.policy, [batch])
+        assert scores.log_probs is not None
+        self._evaluation.add({"loss": masked_mean(-scores.log_probs, batch.response_mask)})
+
+    def _log_evaluation(self, stage: str) -> None:
+        metrics = self._evaluation.reduce(self.contract.gather_over_data_parallel)
+        if "loss" not in metrics:
+            raise RuntimeError(f"the {stage} loader gave no supervised token. Check its files.")
+        self.log(f"{stage}/loss", metrics["loss"], prog_bar=True, batch_size=1)

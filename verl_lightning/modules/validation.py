@@ -1,0 +1,80 @@
+"""Scores of validation responses, gathered over batches and ranks, by data source."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from verl_lightning.functional.pass_at_k import pass_at_k
+from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.ppo_config import ValidationConfig
+from verl_lightning.types import Rollout
+
+
+class ScoredResponse(NamedTuple):
+    """One response to a validation prompt."""
+
+    loader: int
+    row: int
+    data_source: str
+    reward: float
+    length: int
+
+
+def scored_responses(batch: dict[str, Any], verdict: Verdict, loader: int) -> list[ScoredResponse]:
+    """The responses of a batch that count: valid, and not of a prompt that only fills up a rank's last batch."""
+    rollout: Rollout = batch["rollout"]
+    rows, is_duplicate = batch["row_index"].tolist(), batch["is_duplicate"].tolist()
+    lengths = rollout.response_mask.sum(-1).tolist()
+    return [
+        ScoredResponse(loader, rows[prompt], batch["rows"][prompt]["data_source"], reward, length)
+        for prompt, reward, length, valid in zip(
+            rollout.prompt_index.tolist(), verdict.rewards.tolist(), lengths, verdict.is_valid.tolist(), strict=True
+        )
+        if valid and not is_duplicate[prompt]
+    ]
+
+
+def validation_metrics(
+    responses: Sequence[ScoredResponse], config: ValidationConfig, *, num_samples: int, stage: str
+) -> dict[str, float]:
+    """Mean reward, pass@k and length, over all prompts and for each data source.
+
+    Args:
+        responses: Of every rank.
+        config: What counts as right, and which k.
+        num_samples: Responses sampled for each prompt.
+        stage: ``val`` or ``test``, the first part of each name.
+    """
+    sources: defaultdict[str, list[ScoredResponse]] = defaultdict(list)
+    for response in responses:
+        sources[response.data_source].append(response)
+    metrics = {
+        f"{stage}/reward": fmean(response.reward for response in responses),
+        f"{stage}/response_length": fmean(response.length for response in responses),
+    }
+    metrics |= {f"{stage}/pass@{k}": value for k, value in _pass_at(responses, config).items()}
+    for source, own in sources.items():
+        prefix = f"{stage}-core/{source}"
+        metrics[f"{prefix}/reward/mean@{num_samples}"] = fmean(response.reward for response in own)
+        metrics |= {f"{prefix}/pass@{k}": value for k, value in _pass_at(own, config).items()}
+    return metrics
+
+
+def _pass_at(responses: Sequence[ScoredResponse], config: ValidationConfig) -> dict[int, float]:
+    """Mean pass@k over the prompts with at least k valid responses."""
+    groups: defaultdict[tuple[int, int], list[bool]] = defaultdict(list)
+    for response in responses:
+        groups[response.loader, response.row].append(response.reward >= config.success_reward)
+    passes = {}
+    for k in config.pass_k:
+        large = [group for group in groups.values() if len(group) >= k]
+        if large:
+            num_correct = torch.tensor([sum(group) for group in large])
+            num_samples = torch.tensor([len(group) for group in large])
+            passes[k] = float(pass_at_k(num_correct, num_samples, k=k).mean())
+    return passes

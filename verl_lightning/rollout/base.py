@@ -1,0 +1,84 @@
+"""What a rollout engine is asked, and how responses are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from verl_lightning.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are sampled from the policy."""
+
+    num_samples: int = 1
+    """Responses per prompt; the group size of group-relative advantages."""
+
+    max_new_tokens: int = 512
+    """Longest response, in tokens, end token included."""
+
+    temperature: float = 1.0
+    """Softmax temperature, dimensionless. 0 is greedy decoding."""
+
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability, in ``(0, 1]``."""
+
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 from all."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"`num_samples` must be at least 1, got {self.num_samples}.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` must not be negative, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` must lie in (0, 1], got {self.top_p}.")
+        if self.top_k < 0:
+            raise ValueError(f"`top_k` must not be negative (0 samples from all tokens), got {self.top_k}.")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompts to answer, and the seed of each answer."""
+
+    prompt_ids: Int[Tensor, "prompts length"]
+    """Left-padded tokens."""
+
+    prompt_mask: Bool[Tensor, "prompts length"]
+    """True on real tokens."""
+
+    seeds: list[list[int]]
+    """One seed for each sample of each prompt, so that answers depend on neither batch nor rank."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.prompt_ids)
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from a copy of the policy."""
+
+    def start(self, device: torch.device) -> None:
+        """Take memory and load what never changes."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the policy's weights by these, under their Hugging Face names; drop what was cached from the old."""
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+        """Sample ``sampling.num_samples`` responses to each prompt; those of one prompt are adjacent rows."""
+
+    def stop(self) -> None:
+        """Give back all memory and end all processes."""
