@@ -25,13 +25,13 @@ def make_sample() -> Callable[..., RewardSample]:
 
 @pytest.fixture
 def start_pool() -> Iterator[Callable[..., RewardPool]]:
-    """Starts a pool; `function` may be one of `reward_functions.py` or `numpy_reward_functions.py`."""
+    """Starts a pool, of one worker unless told; a relative file is taken from this folder."""
     pools = []
 
     def start(function: str, **options: Any) -> RewardPool:
         is_ours = ".py:" in function and not function.startswith("/")
         name = f"{FOLDER}/{function}" if is_ours else function
-        pools.append(RewardPool(RewardConfig(function=name, **options)))
+        pools.append(RewardPool(RewardConfig(function=name, **{"num_workers": 1} | options)))
         pools[-1].start()
         return pools[-1]
 

@@ -45,7 +45,7 @@ def test_math_gives_up_loudly_on_what_takes_for_ever(make_sample, monkeypatch):
 def test_math_counts_what_sympy_cannot_read_as_error(make_sample, start_pool):
     samples = [make_sample("\\boxed{5}", ground_truth="5"), make_sample("9" * 6000, ground_truth="5")]
 
-    results = start_pool("math", num_workers=1, max_error_share=0.5).score(samples)
+    results = start_pool("math", max_error_share=0.5).score(samples)
 
     assert results.rewards == [1.0, None]
     assert results.num_errors == 1

@@ -99,11 +99,11 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def stop(self) -> None:
-        """Lets an idle worker leave by itself; kills it if it doesn't."""
+        """Lets an idle worker leave by itself; kills it if it doesn't, and any other at once."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self.queue else _STOP_SECONDS)
+            self._process.wait(_STOP_SECONDS if self.is_ready and not self.queue else 0)
         self.kill()
 
     def kill(self) -> str:
