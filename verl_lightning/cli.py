@@ -1,0 +1,160 @@
+"""The ``verl-fit`` command: what the words on the command line mean, before Lightning and torch are imported."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+SUBCOMMANDS = ("fit", "validate", "test")
+"""What `verl-fit` can do; the first is meant when none is given."""
+
+HELP = """\
+usage: verl-fit [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
+
+Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
+Lightning. Settings come from one or more YAML files, merged in their order; flags always win over files.
+
+  fit        Train; meant when no subcommand is given.
+  validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
+  test       The same on the test data.
+
+Examples:
+  verl-fit --config grpo                           a configuration that ships with the package
+  verl-fit --config my.yaml --trainer.max_steps 10 --model.init_args.actor.optim.lr 2e-6
+  verl-fit --config my.yaml --strategy ddp         short for --trainer.strategy ddp
+  verl-fit --config my.yaml --ckpt_path last       go on with the newest run
+  verl-fit --config my.yaml --print_config         show every setting and stop
+
+Shipped configurations: {shipped}
+
+More help:
+  verl-fit fit --help                              every option of the trainer, strategies and callback slots
+  verl-fit fit --model.help PPOModule              what the algorithm can be told; also SFTModule
+  verl-fit fit --data.help PromptDataModule        also ChatDataModule
+  verl-fit fit --rollout.help HFRollout            how responses are sampled
+  verl-fit fit --trainer.callbacks.help EarlyStopping
+  verl-fit --version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs `verl-fit`, showing errors that are meant for the user as one sentence.
+
+    The working directory becomes importable, so that a YAML file can name classes and functions that lie in it.
+
+    Args:
+        argv: Words after the program's name; by default those of this process.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(HELP.format(shipped=", ".join(shipped_configs()) or "none"))
+        raise SystemExit(0 if argv else 2)
+    if argv[0] == "--version":
+        sys.stdout.write(f"verl-fit {importlib.metadata.version('verl-lightning')}\n")
+        raise SystemExit(0)
+    try:
+        arguments = normalize_arguments(argv)
+    except (FileNotFoundError, ValueError) as error:
+        fail(str(error))
+
+    from verl_lightning.lightning_cli import CLI  # late: the answers above need neither torch nor Lightning
+
+    sys.path.append(os.getcwd())
+    sys.excepthook = show_error
+    CLI(arguments)
+
+
+def normalize_arguments(argv: Sequence[str]) -> list[str]:
+    """Rewrites the command line into the one order that LightningCLI reads as the user means it.
+
+    No subcommand means `fit`. `--config` files move to the front, so that flags win wherever they stand, and
+    `--strategy` becomes `--trainer.strategy`. Applying it twice changes nothing.
+
+    Args:
+        argv: Words after the program's name.
+
+    Raises:
+        FileNotFoundError: If a configuration is neither a file nor the name of a shipped one.
+        ValueError: If `--config` has no value.
+    """
+    named = bool(argv) and argv[0] in SUBCOMMANDS
+    command, words = (argv[0], iter(argv[1:])) if named else (SUBCOMMANDS[0], iter(argv))
+    configs: list[str] = []
+    flags: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("-c", "--config"):
+            configs += ["--config", str(find_config(value if equals else next(words, "")))]
+        elif name == "--strategy":
+            flags.append("--trainer.strategy" + equals + value)
+        else:
+            flags.append(word)
+    return [command, *configs, *flags]
+
+
+def find_config(name: str) -> Path:
+    """The configuration file with this path, or else the shipped one of this name, with or without `.yaml`.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+        ValueError: If `name` is empty or a flag.
+    """
+    if not name or name.startswith("-"):
+        raise ValueError(f"`--config` needs a YAML file or the name of a shipped configuration, got {name!r}.")
+    if Path(name).is_file():
+        return Path(name)
+    shipped = shipped_configs()
+    stem = name.removesuffix(".yaml")
+    if stem in shipped:
+        return shipped[stem]
+    neighbours = [str(path.with_suffix("")) for path in Path(name).parent.glob("*.yaml")]
+    close = difflib.get_close_matches(stem, [*neighbours, *shipped], n=1)
+    raise FileNotFoundError(
+        f"`--config {name}` is neither a file nor a shipped configuration ({', '.join(shipped) or 'there are none'})."
+        + (f" Did you mean `{close[0]}.yaml`?" if close else "")
+    )
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Configurations that come with the package: file by name, such as `grpo` or `recipes/dapo`."""
+    root = Path(str(files("verl_lightning.configs")))
+    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+
+
+def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook`: errors that are meant for the user become one sentence, all others keep their traceback."""
+    if is_meant_for_user(error):
+        sys.stderr.write(f"verl-fit: error: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def is_meant_for_user(error: BaseException) -> bool:
+    """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
+
+    True for Lightning's `MisconfigurationException`, and for any error from a `raise` statement of this package.
+    """
+    from lightning.fabric.utilities.exceptions import MisconfigurationException  # late: see `main`
+
+    if isinstance(error, MisconfigurationException):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return False
+    module = str(frames[-1][0].f_globals.get("__name__", ""))
+    statement = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return module.startswith("verl_lightning.") and statement.startswith("raise ")
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the process with one sentence and the exit code of a wrong command line."""
+    sys.stderr.write(f"verl-fit: error: {message}\n")
+    raise SystemExit(2)

@@ -1,0 +1,168 @@
+"""Reads jsonargparse's nested error texts and says in one sentence which setting is wrong and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_lightning.cli import SUBCOMMANDS
+
+KEY = re.compile(r'(?:Parser key "|--)([\w.]+)"?:\s*(.*)')
+CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
+EXPECTED = re.compile(
+    r"(?:Expected an? |Import path does not correspond to |Not a valid (?=subclass))(?!dot import path|path but)(.+?)"
+    r"(?:\. Got value: (.*))?"
+)
+GIVEN = re.compile(r"Given value: (.*)")
+NESTED_VALUE = re.compile(r"NestedArg\(key='.*', val=(.*)\)")
+UNKNOWN = re.compile(
+    r"unrecognized arguments: (?:--)?(?P<flag>[^\s=]+)"
+    r"|Option '(?P<option>[\w.]+)' is not accepted"
+    r"|Group '(?P<group>[\w.]+)' does not accept option '(?P<member>[\w.]+)'"
+    r"|Subcommand '\w+' does not accept option '(?P<setting>[\w.]+)'"
+)
+NO_CLASS = re.compile(r"Expected a dot import path string: (.*)")
+MISSING = re.compile(r"the following arguments are required: (?:\w+\.(?=model\b))?(?P<keys>.*)")
+NOISE = re.compile(
+    r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
+    r"|Expected a path but .* either not accessible or invalid|Subclass types expect one of:|a class path \(str\)"
+    r"|a dict with.*|"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What went wrong with one setting."""
+
+    key: str
+    """Dotted key of the setting as the user would write it, empty if the message names none."""
+
+    class_path: str | None = None
+    """Class whose setting it is; None at top level."""
+
+    reason: str = ""
+    """The innermost message, empty for a value of a wrong type."""
+
+    expected: tuple[str, ...] = ()
+    """Types that the value may have."""
+
+    got: str = ""
+    """The value that came."""
+
+    @property
+    def unknown_key(self) -> str:
+        """Dotted key that no setting has, empty if the failure is another one."""
+        match = UNKNOWN.search(self.reason)
+        if match is None:
+            return ""
+        parts = [self.key, *(part for part in match.groups() if part)]
+        return ".".join(part for part in parts if part)
+
+    @property
+    def owner(self) -> str:
+        """Name of the class that has the setting, or of the command."""
+        return self.class_path.rsplit(".", 1)[-1] if self.class_path else "verl-fit"
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """Dotted keys that have no default and no value, empty if the failure is another one."""
+        match = MISSING.fullmatch(self.reason)
+        keys = match["keys"].split(", ") if match else []
+        return [f"{self.key}.{key}" if self.key else key for key in keys]
+
+    @property
+    def unknown_class(self) -> str:
+        """Class name that could not be resolved, empty if the failure is another one."""
+        match = NO_CLASS.fullmatch(self.reason)
+        return match[1] if match else ""
+
+
+def read_failure(message: str) -> Failure:
+    """Finds the innermost failure in an error text of jsonargparse.
+
+    The text nests: a key, a class, a key of that class and so on, with one branch for each type of a union. The first
+    branch that says more than "not this type" is the one that the user meant.
+    """
+    keys: list[str] = []
+    class_path, reason, got = None, "", ""
+    expected: list[str] = []
+    for line in message.splitlines():
+        text = line.strip().removeprefix("- ")
+        if match := KEY.fullmatch(text):
+            keys.append(match[1].replace("init_args.", ""))
+            text = match[2]
+        if match := CLASS.fullmatch(text):
+            class_path = match[1]
+        elif match := GIVEN.fullmatch(text):
+            got = read_value(match[1])
+            break
+        elif match := EXPECTED.fullmatch(text):
+            expected.append(readable_type(match[1]))
+            if match[2] is not None:
+                got = match[2]
+                break
+        elif not NOISE.fullmatch(text):
+            reason = text
+            break
+    failure_types = () if reason else tuple(dict.fromkeys(expected))
+    return Failure(key=".".join(keys), class_path=class_path, reason=reason, expected=failure_types, got=got)
+
+
+def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterable[str], command: str) -> str:
+    """One or two sentences: what came, what was expected, and the closest name.
+
+    Args:
+        failure: What went wrong.
+        known_keys: Dotted keys that exist where the failure is.
+        known_classes: Names of classes that a `class_path` may give without their module.
+        command: Command line whose help lists the settings, such as `verl-fit fit --help`.
+    """
+    name = f"`{failure.key}`"
+    if "class_path" in failure.unknown_key.split("."):
+        return f"{name}: put the settings of a class under `init_args`, beside `class_path`."
+    if failure.unknown_key in SUBCOMMANDS:
+        return f"the subcommand comes first: `verl-fit {failure.unknown_key} ...`."
+    if failure.unknown_key:
+        hint = did_you_mean(failure.unknown_key, known_keys) or f" `{command}` lists all settings."
+        return f"`{failure.unknown_key}` is not a setting of `{failure.owner}`.{hint}"
+    if failure.unknown_class:
+        others = set(known_classes) - {failure.unknown_class}
+        hint = did_you_mean(failure.unknown_class, others) or " Give its name with its module: `module.Class`."
+        return f"{name}: there is no class `{failure.unknown_class}` to choose here.{hint}"
+    if failure.missing_keys:
+        return f"`{failure.owner}` needs " + " and ".join(f"`{key}`" for key in failure.missing_keys) + "."
+    if failure.expected:
+        return f"{name}: expected {' or '.join(failure.expected)}, got {failure.got!r}."
+    return f"{name}: {failure.reason}" if failure.key else failure.reason
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """The closest known name as a question with a leading space, or nothing if none is close."""
+    others = {name for name in known if not wrong.startswith(f"{name}.")}
+    closest = max(sorted(others), key=lambda name: similarity(wrong, name), default="")
+    return f" Did you mean `{closest}`?" if similarity(wrong, closest) >= 0.6 else ""
+
+
+def similarity(key: str, other: str) -> float:
+    """How alike two dotted keys are, from 0 to 1, once the groups that both start with are left out."""
+    parts, other_parts = key.split("."), other.split(".")
+    while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
+        parts, other_parts = parts[1:], other_parts[1:]
+    return difflib.SequenceMatcher(None, ".".join(parts), ".".join(other_parts)).ratio()
+
+
+def readable_type(text: str) -> str:
+    """A type as YAML users know it: `float` for `<class 'float'>`, `one of 'a', 'b'` for a Literal."""
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]", text):
+        return f"one of {match[1]}"
+    if match := re.fullmatch(r"<class '(?:[\w.]+\.)?(\w+)'>", text):
+        return "null" if match[1] == "NoneType" else match[1]
+    return text
+
+
+def read_value(text: str) -> str:
+    """The value that the user wrote, without jsonargparse's wrapping."""
+    match = NESTED_VALUE.fullmatch(text)
+    return (match[1] if match else text).strip("'")

@@ -1,0 +1,175 @@
+"""The parser of `verl-fit`: jsonargparse's, with one-sentence errors and without its lenient corners."""
+
+from __future__ import annotations
+
+import enum
+import pydoc
+import re
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import ActionSubCommands, Namespace, set_dumper
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from verl_lightning.cli_errors import describe, did_you_mean, read_failure
+
+YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
+
+
+class ConfigDumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes the strings that Lightning declares as enums, such as the `interval` of `Timer`, as plain strings."""
+
+
+ConfigDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
+set_dumper("yaml", lambda config: yaml.dump(config, Dumper=ConfigDumper, allow_unicode=True, sort_keys=False))
+
+
+class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads YAML and refuses a key that stands twice in one mapping, of which the first would silently be lost."""
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise DuplicateKeyError(f"line {key_node.start_mark.line + 1} sets `{key_node.value}` a second time.")
+            seen.add(key_node.value)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+class DuplicateKeyError(ValueError):
+    """A mapping of a YAML file has a key twice."""
+
+
+class Parser(LightningArgumentParser):
+    """Reads settings strictly: no abbreviated flags, no unknown groups, no value in place of a group.
+
+    jsonargparse makes further parsers of this class for the classes that a `class_path` names.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.class_groups: dict[str, type] = {}  # base class by key, of the settings that take a `class_path`
+        self._config_file: Path | None = None  # the one that is being read
+
+    @override
+    def parse_path(self, cfg_path: str, *args: Any, **kwargs: Any) -> Namespace:
+        self._config_file = Path(cfg_path)
+        config: Namespace = super().parse_path(cfg_path, *args, **kwargs)
+        try:
+            written = yaml.load(self._config_file.read_text(), Loader=StrictLoader)
+        except DuplicateKeyError as error:
+            self.error(str(error), error)
+        for complaint in self.find_stray_groups(written, config):
+            self.error(complaint)
+        self._config_file = None
+        return config
+
+    @override
+    def instantiate_classes(self, cfg: Namespace, **kwargs: Any) -> Namespace:
+        """Builds the configured objects; a value that a constructor refuses is an error of the command line."""
+        try:
+            built: Namespace = self.instantiate(cfg, **kwargs)
+        except (ValueError, MisconfigurationException) as error:
+            self.error(str(error), error)
+        return built
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        where = f"in `{self._config_file}`: " if self._config_file else ""
+        sys.stderr.write(f"verl-fit: error: {where}{self.explain(message)}\n")
+        self.exit(2)
+
+    def explain(self, message: str) -> str:
+        """Says in a sentence or two what jsonargparse says in a page."""
+        if match := YAML_PLACE.match(message):
+            return f"line {match['line']} is not valid YAML: {match['problem']}."
+        if message.startswith("Unexpected config:"):
+            return "expected settings, such as `trainer: {max_steps: 10}`, got something else."
+        failure = read_failure(message)
+        known_keys = list(self.known_keys(failure.key, failure.class_path))
+        command = f"{self.prog} --help".replace(" [options]", "")
+        return describe(failure, known_keys, known_class_names(), command)
+
+    def known_keys(self, key: str, class_path: str | None) -> Iterator[str]:
+        """Dotted keys that may stand beside a wrong one: of the class at `key`, or everywhere if there is no class."""
+        if class_path is not None:
+            yield from (f"{key}.{name}" for name in class_keys(pydoc.locate(class_path)))
+            return
+        for parser in (self, *self.subcommand_parsers()):
+            yield from (action.dest for action in parser._actions)
+            for group, base in parser.class_groups.items():
+                for choice in subclasses(base, package="verl_lightning"):
+                    yield from (f"{group}.{name}" for name in class_keys(choice))
+
+    def subcommand_parsers(self) -> list[Parser]:
+        """The parsers of `fit` and so on; none if this is one of them."""
+        actions = [action for action in self._actions if isinstance(action, ActionSubCommands)]
+        return [parser for action in actions for parser in (action.choices or {}).values()]
+
+    def find_stray_groups(
+        self, written: Mapping[str, Any], config: Mapping[str, Any] | Namespace, parent: str = "", shown: str = ""
+    ) -> Iterator[str]:
+        """Complaints about groups that jsonargparse lets pass: empty ones that don't exist, and values in their place.
+
+        Args:
+            written: Part of a configuration file.
+            config: What was read from that part; its classes are resolved.
+            parent: Key of that part in this parser, with a final dot.
+            shown: The same key as the user wrote it.
+        """
+        for name, value in written.items():
+            key, shown_key, read = f"{parent}{name}", f"{shown}{name}", config.get(name)
+            if not isinstance(value, dict):
+                if key in (self.groups or {}) and value is not None:
+                    yield f"`{shown_key}` is a group of settings, got {value!r}."
+            elif isinstance(read, Namespace) and "class_path" in read:
+                inner, settings = class_parser(pydoc.locate(read.class_path)), value.get("init_args") or {}
+                yield from inner.find_stray_groups(settings, read.get("init_args", {}), "", f"{shown_key}.")
+            elif key in (self.groups or {}):
+                yield from self.find_stray_groups(value, read or {}, f"{key}.", f"{shown_key}.")
+            elif key not in {action.dest for action in self._actions}:
+                groups = [f"{shown.removesuffix(parent)}{group}" for group in self.groups or {}]
+                yield f"`{shown_key}` is not a group of settings.{did_you_mean(shown_key, groups)}"
+
+
+def class_parser(located: object) -> Parser:
+    """A parser for the constructor of a class; an empty one for anything else."""
+    parser = Parser(exit_on_error=False)
+    if isinstance(located, type):
+        parser.add_class_arguments(located, fail_untyped=False)
+    return parser
+
+
+def class_keys(located: object) -> list[str]:
+    """Dotted names of the settings of a class."""
+    return [action.dest for action in class_parser(located)._actions if action.dest != "help"]
+
+
+def subclasses(base: type, package: str = "") -> Iterator[type]:
+    """All loaded classes below `base`, or those whose module lies in `package`."""
+    children: list[type] = base.__subclasses__()
+    for child in children:
+        if child.__module__.startswith(package):
+            yield child
+        yield from subclasses(child, package)
+
+
+def known_class_names() -> set[str]:
+    """Names that a `class_path` may give without their module: Lightning's parts, and every class of this package."""
+    bases = (LightningModule, LightningDataModule, Callback, Logger, Strategy)
+    names = {child.__name__ for base in bases for child in subclasses(base)}
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("verl_lightning.")]
+    classes = (value for module in ours for value in vars(module).values() if isinstance(value, type))
+    return names | {value.__name__ for value in classes if value.__module__.startswith("verl_lightning.")}

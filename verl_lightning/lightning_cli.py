@@ -1,0 +1,187 @@
+"""LightningCLI as `verl-fit` uses it: its subcommands, groups and callback slots, and where the settings are saved."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace, get_loader, set_parsing_settings
+from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import override
+
+import verl_lightning.data
+import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
+from verl_lightning.callbacks import RolloutCallback
+from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
+from verl_lightning.cli_errors import did_you_mean
+from verl_lightning.cli_parser import Parser
+from verl_lightning.strategies import STRATEGIES
+
+CALLBACK_SLOTS: dict[str, type[Callback]] = {"rollout": RolloutCallback}
+"""Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "default_root_dir": "runs",
+    "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+    "log_every_n_steps": 1,  # a step is a whole iteration of rollouts and updates
+    "num_sanity_val_steps": 0,  # a validation batch is sampled from the model, which takes long
+    "inference_mode": False,  # inference tensors can't enter a later autograd graph, nor be sharded
+}
+"""Where `verl-fit` differs from Lightning's Trainer."""
+
+MARKETING = ("litlogger", "litmodels")
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves all settings as ``config.yaml`` in the run's folder, beside its checkpoints, and gives them to each logger.
+
+    ``verl-fit --config <that file>`` repeats the run.
+    """
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        text = self.parser.dump(self.config, skip_unset=False)
+        settings = get_loader("yaml")(text)
+        for logger in trainer.loggers:  # first: `CSVLogger` warns if there is a file in its folder already
+            logger.log_hyperparams(settings)
+        folder = run_folder(trainer)
+        filesystem = get_filesystem(folder)
+        filesystem.makedirs(folder, exist_ok=True)
+        with filesystem.open(os.path.join(folder, self.config_filename), "w") as file:
+            file.write(text)
+
+
+def run_folder(trainer: Trainer) -> str:
+    """The folder in which a run's `checkpoints` folder lies; for W&B it differs from ``trainer.log_dir``."""
+    logger = trainer.logger
+    if logger is None:
+        return trainer.default_root_dir
+    if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+        return logger.log_dir
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), str(logger.version))
+
+
+class CLI(LightningCLI):
+    """Parses a command line, builds its objects, and runs its subcommand.
+
+    Args:
+        args: Words after the program's name; by default those of this process.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        words = sys.argv[1:] if args is None else list(args)
+        # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
+        set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
+        super().__init__(
+            args=words,
+            parser_class=Parser,
+            parser_kwargs={"prog": "verl-fit"},
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=42,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in SUBCOMMANDS}
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        versions = [f"{name}=={importlib.metadata.version(name)}" for name in ("verl-lightning", "lightning")]
+        return super().init_parser(dump_header=[" ".join(versions)], **kwargs)
+
+    @override
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        for name in self.subcommands():  # unpickling a checkpoint runs code that it holds
+            self._parser(name).set_defaults({"weights_only": True})
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name, strategy in STRATEGIES.items():
+            parser.add_class_arguments(
+                strategy, name, help=f"Settings of the strategy `{name}`; used when it is chosen"
+            )
+        for slot, base in CALLBACK_SLOTS.items():
+            parser.add_subclass_arguments(base, slot, fail_untyped=False, required=False, help=slot_help(base))
+        assert isinstance(parser, Parser)
+        parser.class_groups = {"model": LightningModule, "data": LightningDataModule, **CALLBACK_SLOTS}
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        try:
+            self.config = parser.parse_args(normalize_arguments(args))
+        except (FileNotFoundError, ValueError) as error:
+            parser.error(str(error))
+        settings = self.config[self.config.subcommand]
+        check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
+        check_name(
+            parser, settings, "trainer.accelerator", ["auto", "gpu", *ACCELERATOR_REGISTRY.available_accelerators()]
+        )
+        check_name(parser, settings, "trainer.profiler", ["simple", "advanced", "pytorch", "xla"])
+        check_checkpoint(parser, settings.get("ckpt_path"))
+
+    def _parse_ckpt_path(self) -> None:
+        """Does nothing: Lightning's reads the whole checkpoint to let its hyper-parameters win over the settings."""
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer = self._get(self.config_init, "trainer")
+        callbacks = trainer.get("callbacks") or []
+        own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
+        others = callbacks if isinstance(callbacks, list) else [callbacks]
+        if trainer.strategy in STRATEGIES:
+            kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
+        return super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+
+
+def slot_help(base: type[Callback]) -> str:
+    """What a callback slot is for, in the words of its base class."""
+    first_line = (base.__doc__ or "").strip().splitlines()[0]
+    return f"{first_line} null leaves it out."
+
+
+def check_name(parser: LightningArgumentParser, settings: Namespace, key: str, known: Sequence[str]) -> None:
+    """Refuses a name that no registry of Lightning's has, before the Trainer does it with a traceback."""
+    name = settings.get(key)
+    if isinstance(name, str) and name not in known:
+        hint = did_you_mean(name, known) or f" Choose from {', '.join(known[:6])} and so on."
+        parser.error(f"`{key}` has no choice {name!r}.{hint}")
+
+
+def check_checkpoint(parser: LightningArgumentParser, path: str | None) -> None:
+    """Refuses a checkpoint that can't be there, before the models are built."""
+    if path in (None, "last", "hpc") or "://" in str(path) or str(path).startswith("registry"):
+        return
+    if path == "best":
+        parser.error(
+            "`--ckpt_path best` is known only to the process that trained; give the file or folder, or `last`."
+        )
+    if not Path(str(path)).exists():
+        neighbours = [str(neighbour) for neighbour in Path(str(path)).parent.glob("*")]
+        close = difflib.get_close_matches(str(path), neighbours, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
+        parser.error(f"`--ckpt_path {path}` does not exist.{hint}")
+
+
+def is_no_marketing(record: logging.LogRecord) -> bool:
+    """False for Lightning's tips to install its other products."""
+    return not any(product in record.getMessage() for product in MARKETING)
