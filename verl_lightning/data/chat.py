@@ -1,0 +1,222 @@
+"""Conversations to learn from, with a mask of what the assistant said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from jaxtyping import Bool, Int
+from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from verl_lightning.data.files import Row, read_rows
+from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.module import TokenizedDataModule
+from verl_lightning.data.spans import Span, Supervise, assistant_spans
+from verl_lightning.data.templates import ChatRenderer, clean_messages
+from verl_lightning.types import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedChat:
+    """A conversation's tokens."""
+
+    ids: list[int]
+    """All of them."""
+
+    is_supervised: list[bool]
+    """Whether each is one that the assistant said; its end token included."""
+
+
+class ChatTensors(TypedDict):
+    """The fields of a ``TokenBatch``."""
+
+    input_ids: Int[Tensor, "batch sequence"]
+    attention_mask: Bool[Tensor, "batch sequence"]
+    response_mask: Bool[Tensor, "batch response"]
+
+
+class ChatDataset:
+    """Tokenised conversations.
+
+    Args:
+        chats: Tokens and supervision of each row.
+        pad_token_id: Fills the padding.
+    """
+
+    def __init__(self, chats: list[TokenizedChat], *, pad_token_id: int) -> None:
+        self.chats = chats
+        self.pad_token_id = pad_token_id
+
+    def __len__(self) -> int:
+        """Number of conversations."""
+        return len(self.chats)
+
+    def batch(self, indices: list[int], is_duplicate: list[bool]) -> ChatTensors:
+        """The batch of some rows, padded on the right to the longest of them; nothing is supervised in duplicates."""
+        chats = [self.chats[index] for index in indices]
+        lengths = torch.tensor([len(chat.ids) for chat in chats])
+        width = int(lengths.max())
+        input_ids = torch.full((len(chats), width), self.pad_token_id)
+        is_supervised = torch.zeros(len(chats), width, dtype=torch.bool)
+        for row, (chat, counts_not) in enumerate(zip(chats, is_duplicate, strict=True)):
+            input_ids[row, : len(chat.ids)] = torch.tensor(chat.ids)
+            is_supervised[row, : len(chat.ids)] = torch.tensor(chat.is_supervised) & (not counts_not)
+        return ChatTensors(
+            input_ids=input_ids,
+            attention_mask=torch.arange(width) < lengths[:, None],
+            response_mask=is_supervised[:, 1:],
+        )
+
+
+class ChatDataModule(TokenizedDataModule):
+    """Conversations for SFT, from JSON Lines or parquet files.
+
+    A row has the column ``messages``: a list of messages with ``role`` and ``content``, of any number of turns, tool
+    calls and tool results included (``arguments`` of a tool call reach the template as they are). It may have ``tools``
+    (a list of JSON schemas, or that list as JSON text) and ``enable_thinking``, which reach the chat template.
+
+    The conversation is rendered and tokenised once, as a whole. What the assistant said, its end tokens included, is
+    found by its place in the text; where the chat template marks it with ``{% generation %}``, the marks decide.
+
+    The module in training gets each batch as a ``TokenBatch`` whose response is all columns but the first. The loaders
+    themselves yield dicts of its fields, since Lightning's half-precision plugins can't convert a frozen dataclass.
+
+    Args:
+        train_files: Training conversations; a path or a list of paths, ``.jsonl`` or ``.parquet``.
+        val_files: Conversations of ``validate`` and of validation during ``fit``, likewise.
+        test_files: Conversations of ``test``, likewise.
+        batch_size: Sequences of a batch of one rank, in training and validation. At the end of a training epoch, rows
+            that don't fill a batch on each rank are left out; validation leaves out none.
+        max_length: The most tokens that a conversation may have.
+        overlong: What to do with longer ones, before the first step: ``error`` names one and stops; ``drop`` leaves
+            them out and logs how many; ``truncate`` keeps their first tokens and logs how many.
+        unsupervised: What to do with rows in which the assistant says nothing, or nothing that is left after
+            truncation: ``error`` names one and stops; ``drop`` leaves them out and logs how many.
+        supervise: Whether ``all`` assistant turns are trained, or only the ``last`` of each conversation.
+        enable_thinking: Passed to the chat template of models that have this switch, unless the row says otherwise;
+            null leaves it to the template.
+        shuffle: Whether training rows are shuffled anew in each epoch, by the run's seed.
+
+    Raises:
+        ValueError: In ``setup``, if a file or row is not as described, or if the template changes a wanted turn once
+            other turns follow it.
+    """
+
+    def __init__(
+        self,
+        train_files: list[str] | str,
+        val_files: list[str] | str = (),  # type: ignore[assignment]
+        test_files: list[str] | str = (),  # type: ignore[assignment]
+        *,
+        batch_size: int,
+        max_length: int,
+        overlong: Overlong = "error",
+        unsupervised: Literal["error", "drop"] = "error",
+        supervise: Supervise = "all",
+        enable_thinking: bool | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(train_files, val_files, test_files, shuffle=shuffle)
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        if max_length < 2:
+            raise ValueError(f"`max_length` must be at least 2, got {max_length}.")
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.overlong = overlong
+        self.unsupervised = unsupervised
+        self.supervise = supervise
+        self.enable_thinking = enable_thinking
+
+    @override
+    def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> ChatDataset:
+        rows = read_rows(files, columns=("messages",))
+        chats = tokenize_chats(rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking)
+        kept = within_limit(
+            [len(chat.ids) for chat in chats],
+            [row.name for row in rows],
+            limit=self.max_length,
+            limit_name="max_length",
+            overlong=self.overlong,
+        )
+        cut = [
+            TokenizedChat(
+                ids=chats[index].ids[: self.max_length], is_supervised=chats[index].is_supervised[: self.max_length]
+            )
+            for index in kept
+        ]
+        supervised = self._supervised(cut, [rows[index].name for index in kept])
+        return ChatDataset(supervised, pad_token_id=tokenizer.pad_token_id)
+
+    @override
+    def train_batch_size(self, world_size: int) -> int:
+        return self.batch_size
+
+    @override
+    def eval_batch_size(self, world_size: int) -> int:
+        return self.batch_size
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
+        return batch if isinstance(batch, TokenBatch) else TokenBatch(**batch)
+
+    def _supervised(self, chats: list[TokenizedChat], names: list[str]) -> list[TokenizedChat]:
+        kept = [chat for chat in chats if any(chat.is_supervised[1:])]
+        if len(kept) == len(chats):
+            return kept
+        first = next(name for name, chat in zip(names, chats, strict=True) if not any(chat.is_supervised[1:]))
+        if self.unsupervised == "error" or not kept:
+            raise ValueError(
+                f"There is nothing to learn from in {first}, and in {len(chats) - len(kept)} of {len(chats)} rows: they"
+                f" have no token of an assistant's answer within `max_length: {self.max_length}`. Correct them, or set"
+                ' `unsupervised` to "drop".'
+            )
+        rank_zero_info(f"Dropped {len(chats) - len(kept)} of {len(chats)} rows, in which nothing is supervised.")
+        return kept
+
+
+def tokenize_chats(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, *, supervise: Supervise, enable_thinking: bool | None
+) -> list[TokenizedChat]:
+    """Renders and tokenises whole conversations and marks what the assistant said.
+
+    Args:
+        rows: With the column ``messages``.
+        tokenizer: A fast one, with a chat template.
+        supervise: Whether all assistant turns are marked or only the last.
+        enable_thinking: For rows that don't say.
+
+    Raises:
+        ValueError: If the tokenizer can't tell where its tokens lie in the text, or a row can't be rendered.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"`{type(tokenizer).__name__}` can't tell where its tokens lie in the text, which the mask of the"
+            " assistant's turns needs. Use a tokenizer with a `tokenizer.json` file."
+        )
+    texts, spans = [], []
+    for row in rows:
+        renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking)
+        messages = clean_messages(row.values["messages"], name=f"`messages` in {row.name}")
+        texts.append(renderer.render(messages, add_generation_prompt=False))
+        spans.append(assistant_spans(renderer, messages, texts[-1], supervise))
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        TokenizedChat(ids=ids, is_supervised=tokens_in_spans(offsets, row_spans))
+        for ids, offsets, row_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+    ]
+
+
+def tokens_in_spans(offsets: list[Span], spans: list[Span]) -> list[bool]:
+    """Whether each token begins within one of the spans.
+
+    Args:
+        offsets: First character of each token and the one after its last.
+        spans: First character of each span and the one after its last.
+    """
+    return [end > begin and any(first <= begin < last for first, last in spans) for begin, end in offsets]

@@ -1,0 +1,78 @@
+"""Rows from JSON Lines and parquet files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a data file."""
+
+    values: dict[str, Any]
+    """Its columns."""
+
+    name: str
+    """What error messages call it: its number, counted from 1, and its file."""
+
+
+def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row]:
+    """Reads all rows of one or more files, in their order.
+
+    Args:
+        paths: Files that end in ``.jsonl`` (an object a line; blank lines are skipped) or ``.parquet``.
+        columns: Those that every row must have.
+
+    Raises:
+        ValueError: If a file does not exist, is of another kind, has no rows, or lacks one of the ``columns``.
+    """
+    files = [Path(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return [row for file in files for row in _read_file(file, columns)]
+
+
+def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
+    if not file.is_file():
+        raise ValueError(f"The data file `{file}` does not exist (looked from `{Path.cwd()}`).")
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`.")
+    rows = list(readers[file.suffix](file))
+    if not rows:
+        raise ValueError(f"The data file `{file}` has no rows.")
+    for row in rows:
+        for column in columns:
+            if row.values.get(column) is None:
+                raise ValueError(f"The column `{column}` is missing in {row.name}, which has {_listed(row.values)}.")
+    return rows
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"`{column}`" for column, value in values.items() if value is not None) or "no columns"
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(values=_parse_line(line, f"row {number} of `{file}`"), name=f"row {number} of `{file}`")
+
+
+def _parse_line(line: str, name: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Expected a JSON object in {name}, but it can't be parsed: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"Expected a JSON object in {name}, got {type(values).__name__}.")
+    return values
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    for number, values in enumerate(parquet.read_table(file).to_pylist(), start=1):
+        yield Row(values=values, name=f"row {number} of `{file}`")

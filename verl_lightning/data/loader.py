@@ -1,0 +1,164 @@
+"""Batches of a rank: shuffled, endless and resumable for training, complete and in order for evaluation.
+
+They are plain iterables and not torch's ``DataLoader``: the rows are tokenised in memory, so that workers have nothing
+to do, and Lightning replaces neither their sampler (``overfit_batches``) nor their epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+
+from verl_lightning.seeding import derive_seed
+
+BatchT = TypeVar("BatchT", covariant=True)
+
+
+class BatchSource(Protocol[BatchT]):
+    """A data set that can make a batch of any of its rows."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def batch(self, indices: list[int], is_duplicate: list[bool]) -> BatchT:
+        """The batch of some rows.
+
+        Args:
+            indices: Of the rows, in ``[0, len(self))``.
+            is_duplicate: Which of them only fill up a rank's share and must not count.
+        """
+
+
+class TrainLoader:
+    """Batches of one rank, epoch after epoch, in an order that depends on the seed and the epoch only.
+
+    A global batch is the next ``batch_size * world_size`` rows of the epoch's order; a rank gets every
+    ``world_size``-th of them. Rows at the end of an epoch that don't fill a global batch are not used in that epoch.
+    The state is a position in the epoch's order, so that a run can go on with other ranks. It moves when a batch is
+    handed out, and the next epoch begins when its first batch is asked for: a checkpoint after the last batch of an
+    epoch resumes in the next one.
+
+    Args:
+        source: The rows.
+        batch_size: Rows of a batch of this rank.
+        rank: Of this process among those that read different rows.
+        world_size: Number of these.
+        shuffle: Whether each epoch has an order of its own; else each has the order of the rows.
+        seed: Of the orders.
+        limit_batches: How many batches of an epoch are used (int), or which share of them (float), as Lightning's
+            ``limit_train_batches``; Lightning cuts the epoch, this loader has to know where.
+
+    Raises:
+        ValueError: If the rows don't fill one global batch.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource[object],
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        seed: int,
+        limit_batches: int | float = 1.0,
+    ) -> None:
+        self.source = source
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.global_batch_size = batch_size * world_size
+        self.num_batches = len(source) // self.global_batch_size
+        if self.num_batches == 0:
+            raise ValueError(
+                f"A training step takes {self.global_batch_size} rows ({batch_size} on each of {world_size} ranks), but"
+                f" the training data has {len(source)}. Add rows, or lower the batch size."
+            )
+        is_count = isinstance(limit_batches, int)
+        used = min(self.num_batches, limit_batches) if is_count else int(self.num_batches * limit_batches)
+        self._end = int(used) * self.global_batch_size
+        self._epoch = 0
+        self._position = 0
+        self._resumes = False
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[object]:
+        """The rest of a restored epoch, or else the next epoch."""
+        self._enter_epoch()
+        order = self._order()
+        while self._position + self.global_batch_size <= self._end:
+            begin, end = self._position, self._position + self.global_batch_size
+            self._position = end
+            indices = order[begin + self.rank : end : self.world_size]
+            yield self.source.batch(indices, [False] * len(indices))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch begins."""
+        return {"epoch": self._epoch, "position": self._position, "num_rows": len(self.source)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from a saved position; with other data, from the beginning of the saved epoch."""
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._resumes = True
+        if state["num_rows"] != len(self.source):
+            rank_zero_warn(
+                f"The checkpoint was saved with {state['num_rows']} rows of training data, and there are now"
+                f" {len(self.source)}: its position in the epoch means nothing here, so the epoch begins again."
+            )
+            self._position = 0
+
+    def _enter_epoch(self) -> None:
+        is_over = self._position + self.global_batch_size > self._end
+        if self._position > 0 and (is_over or not self._resumes):
+            self._epoch += 1
+            self._position = 0
+        self._resumes = False
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.source)))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._epoch, "data order"))
+        order: list[int] = torch.randperm(len(self.source), generator=generator).tolist()
+        return order
+
+
+class EvalLoader:
+    """Batches of one rank over all rows in their order, none left out; each pass is the same.
+
+    Rows are dealt out to the ranks in turn. When they don't divide, the last ones are filled up with rows from the
+    beginning, marked as duplicates, so that all ranks have equally many batches of equal sizes.
+
+    Args:
+        source: The rows.
+        batch_size: Rows of a batch of this rank; the last batch may have fewer.
+        rank: Of this process among those that read different rows.
+        world_size: Number of these.
+    """
+
+    def __init__(self, source: BatchSource[object], *, batch_size: int, rank: int, world_size: int) -> None:
+        self.source = source
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        rows_per_rank = -(-len(self.source) // self.world_size)
+        return -(-rows_per_rank // self.batch_size)
+
+    def __iter__(self) -> Iterator[object]:
+        """One pass."""
+        num_rows = len(self.source)
+        padded = -(-num_rows // self.world_size) * self.world_size
+        positions = range(self.rank, padded, self.world_size)
+        for begin in range(0, len(positions), self.batch_size):
+            chunk = positions[begin : begin + self.batch_size]
+            yield self.source.batch([p % num_rows for p in chunk], [p >= num_rows for p in chunk])

@@ -1,0 +1,123 @@
+"""What the data modules have in common: files, tokenised once in ``setup``, dealt out to the ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, Trainer
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
+from verl_lightning.seeding import run_seed
+
+
+class TokenizedDataModule(LightningDataModule):
+    """Reads and tokenises its files in ``setup`` with the tokenizer of the module in training.
+
+    The order of the training rows is drawn from the run's seed (``seed_everything``) and the epoch.
+
+    Args:
+        train_files: Of the training rows.
+        val_files: Of the rows of ``validate`` and of validation during ``fit``; may be empty.
+        test_files: Of the rows of ``test``; may be empty.
+        shuffle: Whether training rows are shuffled anew in each epoch. Off under ``Trainer(overfit_batches=...)``.
+    """
+
+    def __init__(
+        self,
+        train_files: str | Sequence[str],
+        val_files: str | Sequence[str],
+        test_files: str | Sequence[str],
+        *,
+        shuffle: bool,
+    ) -> None:
+        super().__init__()
+        self.train_files = train_files
+        self.val_files = val_files
+        self.test_files = test_files
+        self.shuffle = shuffle
+        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
+
+    @abstractmethod
+    def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> BatchSource[object]:
+        """Reads, checks and tokenises files."""
+
+    @abstractmethod
+    def train_batch_size(self, world_size: int) -> int:
+        """Training rows of a batch of one rank."""
+
+    @abstractmethod
+    def eval_batch_size(self, world_size: int) -> int:
+        """Validation and test rows of a batch of one rank."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        trainer, tokenizer = self._trainer(), self._tokenizer()
+        rank, world_size = data_parallel_rank_and_size(trainer)
+        if stage == "fit":
+            shuffle = self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined] # set by a connector
+            if shuffle != self.shuffle:
+                rank_zero_info("`overfit_batches` is set: training rows are not shuffled.")
+            self._loaders["train"] = TrainLoader(
+                self.read(self.train_files, tokenizer),
+                batch_size=self.train_batch_size(world_size),
+                rank=rank,
+                world_size=world_size,
+                shuffle=shuffle,
+                seed=run_seed(),
+                limit_batches=trainer.limit_train_batches,
+            )
+        for name, files, stages in (("val", self.val_files, ("fit", "validate")), ("test", self.test_files, ("test",))):
+            if stage in stages and files:
+                self._loaders[name] = EvalLoader(
+                    self.read(files, tokenizer),
+                    batch_size=self.eval_batch_size(world_size),
+                    rank=rank,
+                    world_size=world_size,
+                )
+
+    @override
+    def train_dataloader(self) -> TrainLoader:
+        return cast(TrainLoader, self._loaders["train"])
+
+    @override
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        return cast(EvalLoader, self._loaders.get("val", []))
+
+    @override
+    def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        return cast(EvalLoader, self._loaders.get("test", []))
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self._loaders = {}
+
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}.setup` needs the `Trainer`: pass the data module to one,"
+                " `trainer.fit(module, datamodule=...)`, and let it call `setup`."
+            )
+        return self.trainer
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        module = self._trainer().lightning_module
+        tokenizer = getattr(module, "tokenizer", None)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` tokenises with the tokenizer of the module in training, but"
+                f" `{type(module).__name__}` has no attribute `tokenizer`. Set it in the module's `__init__`, with"
+                " `verl_lightning.models.tokenizer.load_tokenizer`."
+            )
+        return tokenizer
+
+
+def data_parallel_rank_and_size(trainer: Trainer) -> tuple[int, int]:
+    """Rank and number of the processes that read different rows; under model parallelism fewer than all."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])

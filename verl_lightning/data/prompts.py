@@ -1,0 +1,180 @@
+"""Prompts to sample responses for, in verl's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from verl_lightning.data.files import Row, read_rows
+from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.module import TokenizedDataModule
+from verl_lightning.data.templates import ChatRenderer, clean_messages
+
+
+class PromptBatch(TypedDict):
+    """A batch of prompts; a rollout callback adds ``rollout`` to it."""
+
+    prompt_ids: Int[Tensor, "batch prompt"]
+    """Tokens of each prompt, padded on the left, up to the header of the assistant's turn."""
+
+    prompt_mask: Bool[Tensor, "batch prompt"]
+    """True on tokens, False on padding."""
+
+    row_index: Int[Tensor, " batch"]
+    """Position of each row in the data files, whatever was dropped before it."""
+
+    is_duplicate: Bool[Tensor, " batch"]
+    """True on rows that only fill up the last validation batches of the ranks; they must not count."""
+
+    rows: list[dict[str, Any]]
+    """All columns of each row: ``data_source``, ``prompt``, ``reward_model``, and whatever else its file has."""
+
+
+class PromptDataset:
+    """Tokenised prompts.
+
+    Args:
+        rows: Columns of each row.
+        prompt_ids: Tokens of each row.
+        row_index: Position of each row in the data files.
+        pad_token_id: Fills the padding.
+    """
+
+    def __init__(
+        self, rows: list[dict[str, Any]], prompt_ids: list[list[int]], row_index: list[int], *, pad_token_id: int
+    ) -> None:
+        self.rows = rows
+        self.prompt_ids = prompt_ids
+        self.row_index = row_index
+        self.pad_token_id = pad_token_id
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.rows)
+
+    def batch(self, indices: list[int], is_duplicate: list[bool]) -> PromptBatch:
+        """The batch of some rows, padded to the longest of them."""
+        lengths = torch.tensor([len(self.prompt_ids[index]) for index in indices])
+        width = int(lengths.max())
+        prompt_ids = torch.full((len(indices), width), self.pad_token_id)
+        for row, index in enumerate(indices):
+            prompt_ids[row, width - len(self.prompt_ids[index]) :] = torch.tensor(self.prompt_ids[index])
+        return PromptBatch(
+            prompt_ids=prompt_ids,
+            prompt_mask=torch.arange(width) >= (width - lengths)[:, None],
+            row_index=torch.tensor([self.row_index[index] for index in indices]),
+            is_duplicate=torch.tensor(is_duplicate),
+            rows=[self.rows[index] for index in indices],
+        )
+
+
+class PromptDataModule(TokenizedDataModule):
+    """Prompts for PPO and its kin, from JSON Lines or parquet files in verl's schema.
+
+    A row has the columns ``data_source`` (a name), ``prompt`` (a list of messages) and ``reward_model`` (an object with
+    ``ground_truth``). It may have ``extra_info`` and any other column, all of which reach the reward function, and
+    ``tools`` and ``enable_thinking``, which reach the chat template. A loader yields ``PromptBatch`` dicts.
+
+    At the end of an epoch, prompts that don't fill a whole step are left out; validation leaves out none.
+
+    Args:
+        train_files: Training prompts; a path or a list of paths, ``.jsonl`` or ``.parquet``.
+        val_files: Prompts of ``validate`` and of validation during ``fit``, likewise.
+        test_files: Prompts of ``test``, likewise.
+        prompts_per_step: Prompts of one training step, over all ranks.
+        val_batch_size: Prompts of one validation or test batch, over all ranks.
+        max_prompt_length: The most tokens that a prompt may have, the chat template's included.
+        overlong: What to do with longer prompts, before the first step: ``error`` names one and stops; ``drop`` leaves
+            them out, of training and validation, and logs how many; ``truncate`` keeps their last tokens and logs how
+            many.
+        enable_thinking: Passed to the chat template of models that have this switch, unless the row says otherwise;
+            null leaves it to the template.
+        shuffle: Whether training prompts are shuffled anew in each epoch, by the run's seed.
+
+    Raises:
+        ValueError: In ``setup``, if a file or row is not as described, or if the ranks can't share a batch equally.
+    """
+
+    def __init__(
+        self,
+        train_files: list[str] | str,
+        val_files: list[str] | str = (),  # type: ignore[assignment]
+        test_files: list[str] | str = (),  # type: ignore[assignment]
+        *,
+        prompts_per_step: int,
+        val_batch_size: int,
+        max_prompt_length: int,
+        overlong: Overlong = "error",
+        enable_thinking: bool | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(train_files, val_files, test_files, shuffle=shuffle)
+        for name, value in (
+            ("prompts_per_step", prompts_per_step),
+            ("val_batch_size", val_batch_size),
+            ("max_prompt_length", max_prompt_length),
+        ):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        self.prompts_per_step = prompts_per_step
+        self.val_batch_size = val_batch_size
+        self.max_prompt_length = max_prompt_length
+        self.overlong = overlong
+        self.enable_thinking = enable_thinking
+
+    @override
+    def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+        rows = [_checked(row) for row in read_rows(files, columns=("data_source", "prompt", "reward_model"))]
+        texts = [
+            ChatRenderer(tokenizer, row, enable_thinking=self.enable_thinking).render(
+                row.values["prompt"], add_generation_prompt=True
+            )
+            for row in rows
+        ]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        kept = within_limit(
+            [len(row_ids) for row_ids in ids],
+            [row.name for row in rows],
+            limit=self.max_prompt_length,
+            limit_name="max_prompt_length",
+            overlong=self.overlong,
+        )
+        return PromptDataset(
+            [rows[index].values for index in kept],
+            [ids[index][-self.max_prompt_length :] for index in kept],
+            kept,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    @override
+    def train_batch_size(self, world_size: int) -> int:
+        return _share(self.prompts_per_step, world_size, "prompts_per_step")
+
+    @override
+    def eval_batch_size(self, world_size: int) -> int:
+        return _share(self.val_batch_size, world_size, "val_batch_size")
+
+
+def _checked(row: Row) -> Row:
+    reward_model = row.values["reward_model"]
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise ValueError(
+            f"Expected `reward_model` to be an object with `ground_truth` in {row.name}, got {reward_model}."
+        )
+    prompt = clean_messages(row.values["prompt"], name=f"`prompt` in {row.name}")
+    return Row(values={**row.values, "prompt": prompt}, name=row.name)
+
+
+def _share(size: int, world_size: int, name: str) -> int:
+    if size % world_size:
+        raise ValueError(
+            f"`{name}: {size}` is over all ranks and can't be shared equally by {world_size} of them. Make it a"
+            f" multiple of {world_size}."
+        )
+    return size // world_size
