@@ -11,7 +11,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from verl_lightning.functional.advantages import gae, grpo_advantages, rloo_advantages
+from verl_lightning.functional.advantages import (
+    discounted_returns,
+    gae,
+    gdpo_advantages,
+    gpg_advantages,
+    grpo_advantages,
+    grpo_passk_advantages,
+    opo_advantages,
+    optimal_token_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
 from verl_lightning.functional.masking import sequence_sum
 
 
@@ -49,8 +60,25 @@ class AdvantageInputs:
     sum_squared_probs: Float[Tensor, "batch response"] | None = None
     """``sum(p**2)`` over the vocabulary at each response token, for estimators that need it."""
 
+    importance_weights: Float[Tensor, "batch response"] | None = None
+    """Of the trainer's policy over the engine's at each response token; None for ones."""
+
     nonzero_reward_share: float | Float[Tensor, ""] = 1.0
     """Share of the valid sequences of all ranks whose score is not 0."""
+
+    @property
+    def valid_mask(self) -> Bool[Tensor, "batch response"]:
+        """The response mask without invalid sequences."""
+        return self.response_mask & self.is_valid.unsqueeze(-1)
+
+    @property
+    def sequence_returns(self) -> Float[Tensor, " batch"]:
+        """Sum of the token rewards of each response: its score, less the KL penalty where that is part of it."""
+        return sequence_sum(self.token_rewards, self.response_mask)
+
+    def on_each_token(self, advantages: Float[Tensor, " batch"]) -> AdvantageOutputs:
+        """Gives each trainable token of a response the response's advantage."""
+        return AdvantageOutputs(advantages=torch.where(self.valid_mask, advantages.unsqueeze(-1), 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +138,9 @@ class GAE(AdvantageEstimator):
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages and returns of the trainable tokens."""
         assert inputs.values is not None  # `needs_critic`
-        mask = inputs.response_mask & inputs.is_valid.unsqueeze(-1)
-        advantages, returns = gae(inputs.token_rewards, inputs.values, mask, gamma=self.gamma, lam=self.lam)
+        advantages, returns = gae(
+            inputs.token_rewards, inputs.values, inputs.valid_mask, gamma=self.gamma, lam=self.lam
+        )
         return AdvantageOutputs(advantages=advantages, returns=returns)
 
 
@@ -133,9 +162,9 @@ class GRPO(AdvantageEstimator):
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """One advantage per response, on each of its trainable tokens."""
         advantages = grpo_advantages(
-            sequence_returns(inputs), inputs.group_index, inputs.is_valid, normalize_by_std=self.normalize_by_std
+            inputs.sequence_returns, inputs.group_index, inputs.is_valid, normalize_by_std=self.normalize_by_std
         )
-        return on_each_token(advantages, inputs)
+        return inputs.on_each_token(advantages)
 
 
 class RLOO(AdvantageEstimator):
@@ -148,17 +177,176 @@ class RLOO(AdvantageEstimator):
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """One advantage per response, on each of its trainable tokens."""
-        return on_each_token(rloo_advantages(sequence_returns(inputs), inputs.group_index, inputs.is_valid), inputs)
+        return inputs.on_each_token(rloo_advantages(inputs.sequence_returns, inputs.group_index, inputs.is_valid))
 
 
-def sequence_returns(inputs: AdvantageInputs) -> Float[Tensor, " batch"]:
-    """Sum of the token rewards of each response."""
-    return sequence_sum(inputs.token_rewards, inputs.response_mask)
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++: the discounted reward from each token on, whitened over the batch; no critic and no groups.
+
+    Hu et al., 2025, https://arxiv.org/abs/2501.03262
+
+    Args:
+        gamma: Discount per response token, in ``[0, 1]``.
+    """
+
+    whitens = True
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        _check_in_unit_interval("gamma", gamma)
+        self.gamma = gamma
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """The return of each trainable token."""
+        return AdvantageOutputs(
+            advantages=discounted_returns(inputs.token_rewards, inputs.valid_mask, discount=self.gamma)
+        )
 
 
-def on_each_token(advantages: Float[Tensor, " batch"], inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Gives each trainable token of a response the response's advantage."""
-    return AdvantageOutputs(advantages=torch.where(inputs.response_mask, advantages.unsqueeze(-1), 0.0))
+class ReinforcePlusPlusBaseline(AdvantageEstimator):
+    """REINFORCE++ with the mean score of the prompt's responses as baseline, whitened over the batch.
+
+    Whitening shifts and scales all advantages alike, so that responses of a prompt without signal don't stay at 0.
+
+    Hu et al., 2025, https://arxiv.org/abs/2501.03262
+    """
+
+    needs_groups = True
+    whitens = True
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """One advantage per response, on each of its trainable tokens."""
+        advantages = grpo_advantages(
+            inputs.sequence_returns, inputs.group_index, inputs.is_valid, normalize_by_std=False
+        )
+        return inputs.on_each_token(advantages)
+
+
+class ReMax(AdvantageEstimator):
+    """ReMax: the reward from each token on, less the score of the greedy response to the prompt.
+
+    Li et al., 2023, https://arxiv.org/abs/2310.10505
+    """
+
+    needs_greedy = True
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """The advantage of each trainable token; 0 where the greedy response has no score."""
+        assert inputs.greedy_rewards is not None  # `needs_greedy`
+        mask = inputs.valid_mask & inputs.greedy_rewards.isfinite().unsqueeze(-1)
+        return AdvantageOutputs(advantages=remax_advantages(inputs.token_rewards, inputs.greedy_rewards, mask))
+
+
+class OPO(AdvantageEstimator):
+    """On-policy optimization: each response's score less its prompt's mean, in which long responses weigh more.
+
+    Hao et al., 2025, https://arxiv.org/abs/2505.23585
+    """
+
+    needs_groups = True
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """One advantage per response, on each of its trainable tokens."""
+        lengths = inputs.response_mask.sum(dim=-1)
+        return inputs.on_each_token(
+            opo_advantages(inputs.sequence_returns, lengths, inputs.group_index, inputs.is_valid)
+        )
+
+
+class GPG(AdvantageEstimator):
+    """Group policy gradient: Dr. GRPO's advantage, over the share of responses whose score is not 0.
+
+    Chu et al., 2025, https://arxiv.org/abs/2504.02546, with ``policy_loss: Reinforce``.
+    """
+
+    needs_groups = True
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """One advantage per response, on each of its trainable tokens."""
+        advantages = gpg_advantages(
+            inputs.sequence_returns,
+            inputs.group_index,
+            inputs.is_valid,
+            nonzero_reward_share=inputs.nonzero_reward_share,
+        )
+        return inputs.on_each_token(advantages)
+
+
+class GRPOPassK(AdvantageEstimator):
+    """Pass@k form of GRPO: only a prompt's best response learns, by how much it beats the second best.
+
+    Tang et al., 2025, https://arxiv.org/abs/2503.19595
+
+    Args:
+        normalize_by_std: Divide by the std of the prompt's scores.
+    """
+
+    needs_groups = True
+
+    def __init__(self, normalize_by_std: bool = True) -> None:
+        self.normalize_by_std = normalize_by_std
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """One advantage per response, on each of its trainable tokens."""
+        advantages = grpo_passk_advantages(
+            inputs.sequence_returns, inputs.group_index, inputs.is_valid, normalize_by_std=self.normalize_by_std
+        )
+        return inputs.on_each_token(advantages)
+
+
+class GDPO(AdvantageEstimator):
+    """Several rewards at once: the weighted sum of each one's own GRPO advantage, whitened over the batch.
+
+    Reads the named values that the reward function returns beside ``reward``, not the score itself, and so takes no
+    KL penalty in the reward. Liu et al., 2026, https://arxiv.org/abs/2601.05242
+
+    Args:
+        weights: Weight of each named reward, such as ``{correct: 1.0, format: 0.5}``.
+    """
+
+    needs_groups = True
+    whitens = True
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        if not weights:
+            raise ValueError("`weights` must name at least one of the values that the reward function returns.")
+        self.weights = weights
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """One advantage per response, on each of its trainable tokens."""
+        if missing := self.weights.keys() - inputs.reward_components.keys():
+            raise ValueError(
+                f"`weights` of `GDPO` names {sorted(missing)}, but the reward function returned only"
+                f" {sorted(inputs.reward_components)} beside `reward`. Return them, or take them out of `weights`."
+            )
+        components = torch.stack([inputs.reward_components[name] for name in self.weights]).float()
+        weights = components.new_tensor(list(self.weights.values()))
+        return inputs.on_each_token(gdpo_advantages(components, weights, inputs.group_index, inputs.is_valid))
+
+
+class OptimalTokenBaseline(AdvantageEstimator):
+    """A baseline for each token of a prompt's responses that weighs them by the noise of their gradients so far.
+
+    *Optimal Token Baseline*, 2026, https://arxiv.org/abs/2602.07078
+    """
+
+    needs_groups = True
+    needs_sum_squared_probs = True
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """The advantage of each trainable token."""
+        assert inputs.log_probs is not None
+        assert inputs.sum_squared_probs is not None  # `needs_sum_squared_probs`
+        weights = inputs.importance_weights
+        advantages = optimal_token_baseline_advantages(
+            inputs.token_rewards,
+            inputs.log_probs,
+            inputs.sum_squared_probs,
+            torch.ones_like(inputs.log_probs) if weights is None else weights,
+            inputs.response_mask,
+            inputs.group_index,
+            inputs.is_valid,
+        )
+        return AdvantageOutputs(advantages=advantages)
 
 
 def _check_in_unit_interval(name: str, value: float) -> None:

@@ -44,6 +44,23 @@ def group_members(
     return (labels.unsqueeze(-1) == group_index) & valid, row_of_group
 
 
+def group_sum(
+    x: Float[Tensor, " batch"], group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
+) -> Float[Tensor, " batch"]:
+    """Sum over the valid samples of each sample's group.
+
+    Args:
+        x: Of the samples, in any unit. Ignored where not valid.
+        group_index: Any integers; equal for the samples of one group.
+        valid: False on samples that belong to no group.
+
+    Returns:
+        The sum of each sample's group.
+    """
+    members, row_of_group = group_members(group_index, valid)
+    return torch.where(members, x, 0.0).sum(dim=-1)[row_of_group]
+
+
 def group_statistics(
     rewards: Float[Tensor, " batch"], group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
 ) -> GroupStatistics:

@@ -1,0 +1,35 @@
+"""REINFORCE with the reward of the greedy response as baseline."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from verl_lightning.functional.advantages.returns import discounted_returns
+
+
+def remax_advantages(
+    token_rewards: Float[Tensor, "batch response"],
+    greedy_rewards: Float[Tensor, " batch"],
+    response_mask: Bool[Tensor, "batch response"],
+) -> Float[Tensor, "batch response"]:
+    """Reward from each token on, less the reward of the greedy response to the same prompt.
+
+    Computes::
+
+        A_t = sum(token_rewards_s for s >= t) - greedy_reward
+
+    Args:
+        token_rewards: Of each token, in units of reward.
+        greedy_rewards: Of the greedy response to each sequence's prompt, in units of reward.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        ``A_t`` in units of reward on response tokens, 0 elsewhere.
+
+    References:
+        Li et al., *ReMax*, 2023, alg. 2. https://arxiv.org/abs/2310.10505
+    """
+    rewards_to_go = discounted_returns(token_rewards, response_mask, discount=1.0)
+    return torch.where(response_mask, rewards_to_go - greedy_rewards.unsqueeze(-1), 0.0)

@@ -1,0 +1,223 @@
+"""Importance weights and rejection for tokens that an engine drew from a policy slightly other than the trainer's."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from verl_lightning.functional.masking import masked_mean, sequence_sum
+
+
+def mismatch_log_ratio(
+    old_log_probs: Float[Tensor, "batch response"],
+    rollout_log_probs: Float[Tensor, "batch response"],
+    response_mask: Bool[Tensor, "batch response"],
+) -> Float[Tensor, "batch response"]:
+    """How much likelier the trainer thinks each token than the engine that drew it, clamped to 20 nats either way.
+
+    Computes::
+
+        clip(old_log_probs_t - rollout_log_probs_t, -20, 20)
+
+    Args:
+        old_log_probs: Of the response tokens under the trainer's policy before this batch's first step, in nats.
+        rollout_log_probs: Of the same tokens under the engine's policy, in nats; ``-inf`` is allowed.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        In nats on response tokens, 0 elsewhere and where both are ``-inf``.
+    """
+    difference = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0)
+    return difference.nan_to_num(nan=0.0).clamp(-20, 20)
+
+
+def token_importance_weights(
+    log_ratio: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
+) -> Float[Tensor, "batch response"]:
+    """Importance weight of each token by itself: little variance, some bias.
+
+    Args:
+        log_ratio: `mismatch_log_ratio`, in nats.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        ``exp(log_ratio_t)`` on response tokens, 0 elsewhere.
+    """
+    return torch.where(response_mask, log_ratio.exp(), 0.0)
+
+
+def sequence_importance_weights(
+    log_ratio: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
+) -> Float[Tensor, "batch response"]:
+    """Importance weight of the whole response at each of its tokens: no bias, much variance.
+
+    Computes::
+
+        exp(clip(sum(log_ratio), -20, 20))
+
+    Args:
+        log_ratio: `mismatch_log_ratio`, in nats.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        The response's weight on response tokens, 0 elsewhere.
+    """
+    weight = sequence_sum(log_ratio, response_mask).clamp(-20, 20).exp()
+    return torch.where(response_mask, weight.unsqueeze(-1), 0.0)
+
+
+def truncated_weights(weights: Float[Tensor, "batch response"], *, cap: float) -> Float[Tensor, "batch response"]:
+    """Truncated importance sampling: no weight above ``cap``.
+
+    Args:
+        weights: Importance weights of tokens or of responses.
+        cap: The largest weight, above 0.
+
+    Returns:
+        ``min(weights, cap)``.
+
+    References:
+        Yao et al., *Your Efficient RL Framework Secretly Brings You Off-Policy RL Training*, 2025.
+        https://fengyao.notion.site/off-policy-rl
+    """
+    return weights.clamp(max=cap)
+
+
+def icepop_weights(
+    weights: Float[Tensor, "batch response"], *, low: float, high: float
+) -> Float[Tensor, "batch response"]:
+    """Importance weights inside a band, 0 outside it: a token that the two policies see too differently is dropped.
+
+    With weights of whole responses and ``low=0`` it is the sequence mask.
+
+    Args:
+        weights: Importance weights of tokens or of responses.
+        low: The least weight that stays.
+        high: The largest weight that stays.
+
+    Returns:
+        ``weights`` where from ``low`` to ``high``, 0 elsewhere.
+
+    References:
+        Ling Team, *Every Step Evolves: Scaling RL for Trillion-Scale Thinking Model*, 2025.
+        https://arxiv.org/abs/2510.18855
+    """
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+
+
+def mismatch_k2(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "batch response"]:
+    """Half the squared log-ratio, a divergence that is the same in both directions.
+
+    Args:
+        log_ratio: `mismatch_log_ratio`, in nats.
+
+    Returns:
+        ``log_ratio_t**2 / 2``; never negative.
+    """
+    return log_ratio.square() / 2
+
+
+def mismatch_k3(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "batch response"]:
+    """Unbiased estimator of ``KL(engine || trainer)`` on the engine's tokens.
+
+    Args:
+        log_ratio: `mismatch_log_ratio`, in nats.
+
+    Returns:
+        ``exp(log_ratio_t) - log_ratio_t - 1`` in nats; never negative.
+
+    References:
+        Schulman, *Approximating KL Divergence*, 2020. http://joschu.net/blog/kl-approx.html
+    """
+    return log_ratio.exp() - log_ratio - 1
+
+
+def sequence_max(
+    x: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
+) -> Float[Tensor, " batch"]:
+    """Largest value of each row where the mask is True.
+
+    Args:
+        x: Values in any unit, not negative.
+        response_mask: True on what counts.
+
+    Returns:
+        One maximum per row; 0 for a row without a True.
+    """
+    return torch.where(response_mask, x, 0.0).amax(dim=-1)
+
+
+def keep_tokens(
+    statistic: Float[Tensor, "batch response"],
+    response_mask: Bool[Tensor, "batch response"],
+    *,
+    low: float,
+    high: float,
+) -> Bool[Tensor, "batch response"]:
+    """Rejects single tokens whose statistic leaves a band.
+
+    Args:
+        statistic: Of each token, such as its log-ratio, `mismatch_k2` or `mismatch_k3`.
+        response_mask: True on response tokens; False on tool output and padding.
+        low: The least statistic that stays, in its unit.
+        high: The largest statistic that stays.
+
+    Returns:
+        The response mask without the rejected tokens; they then count in no denominator.
+    """
+    return response_mask & (statistic >= low) & (statistic <= high)
+
+
+def keep_sequences(
+    statistic: Float[Tensor, " batch"], response_mask: Bool[Tensor, "batch response"], *, low: float, high: float
+) -> Bool[Tensor, "batch response"]:
+    """Rejects whole responses whose statistic leaves a band.
+
+    With the mean log-ratio it is rejection by the geometric mean of the token ratios.
+
+    Args:
+        statistic: Of each response: sum, mean or maximum of a statistic of its tokens.
+        response_mask: True on response tokens; False on tool output and padding.
+        low: The least statistic that stays, in its unit.
+        high: The largest statistic that stays.
+
+    Returns:
+        The response mask without the rejected responses; they then count in no denominator.
+    """
+    return response_mask & ((statistic >= low) & (statistic <= high)).unsqueeze(-1)
+
+
+def effective_sample_size(
+    weights: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
+) -> Float[Tensor, ""]:
+    """How many of the tokens the weighted ones are worth, as a share.
+
+    Computes::
+
+        1 / mean((weights / mean(weights))**2)
+
+    Args:
+        weights: Importance weights on response tokens.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        In ``(0, 1]``, 1 for equal weights; 0 if all weights are 0.
+
+    References:
+        Kish, *Survey Sampling*, 1965.
+    """
+    mean_square = masked_mean(weights.square(), response_mask)
+    return masked_mean(weights, response_mask).square() / mean_square.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def probability_error(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "batch response"]:
+    """By which factor trainer and engine disagree about each token, in either direction.
+
+    Args:
+        log_ratio: `mismatch_log_ratio`, in nats.
+
+    Returns:
+        ``exp(abs(log_ratio_t))``, at least 1; 1.02 is usual, 1.05 a warning.
+    """
+    return log_ratio.abs().exp()
