@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from verl_lightning.modules.base import PostTrainingModule

@@ -16,8 +16,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from typing_extensions import override
 
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
@@ -181,7 +182,7 @@ def with_gradient(optimizer: torch.optim.Optimizer | LightningOptimizer) -> list
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Take the gradients away, so that the next step changes nothing: AdamW passes over such parameters, its decay too."""
+    """Take the gradients away, so that the next step changes nothing: AdamW then skips its decay too."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -190,18 +191,22 @@ class DataParallelMixin(PostTrainingStrategy):
     """Data-parallel arithmetic where every rank sees different data: the group is the world."""
 
     @property
+    @override
     def data_parallel_size(self) -> int:
         return dist.get_world_size()
 
     @property
+    @override
     def data_parallel_rank(self) -> int:
         return dist.get_rank()
 
+    @override
     def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed)
         return summed
 
+    @override
     def gather_over_data_parallel(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)

@@ -56,6 +56,7 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
         return scores
 
     @property
+    @override
     def gradient_divisor(self) -> float:
         return float(self.data_parallel_size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor
 class TokenBatch:
     """Token sequences for a model to score: a left-padded prompt, then a right-padded response.
 
-    The response is the last ``response_mask.shape[1]`` columns of ``input_ids``. For SFT it is all but the first column.
+    The response is the last ``response_mask.shape[1]`` columns of ``input_ids``; for SFT, all but the first column.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -50,7 +50,7 @@ class TokenBatch:
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **changed)
 
 
@@ -73,7 +73,7 @@ class Rollout(TokenBatch):
     """Sampled responses; ``num_samples`` rows in a row belong to one prompt."""
 
     rollout_log_probs: Float[Tensor, "batch response"]
-    """Of the sampled tokens under the engine's policy at ``temperature``, in nats; 0 where ``response_mask`` is False."""
+    """Of the sampled tokens under the engine's policy at ``temperature``, in nats; 0 where masked."""
 
     is_truncated: Bool[Tensor, " batch"]
     """True where the response met the length limit before its end token."""

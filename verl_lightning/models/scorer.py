@@ -74,7 +74,8 @@ class TokenScorer(nn.Module):
 
     def _values(self, hidden: Float[Tensor, "batch response hidden"]) -> Float[Tensor, "batch response"]:
         assert self.value_head is not None
-        return self.value_head(hidden).squeeze(-1).float()
+        values: Tensor = self.value_head(hidden)
+        return values.squeeze(-1).float()
 
 
 def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:

@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
+from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
 SHAPES_KEY = "weight_shapes"
 
@@ -113,6 +115,12 @@ class PostTrainingModule(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
         return []
+
+    @override
+    def setup(self, stage: str) -> None:
+        strategy = self.trainer.strategy
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # the default, not a choice of the user's
+            strategy.checkpoint_io = AtomicCheckpointIO()
 
     def check_callback(self, callback: Callback) -> None:
         """Refuse a callback that would do nothing, or harm, in silence.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ def _last_real(is_real: Tensor) -> Tensor:
 def _trim(batch: BatchT, *, prompt: int, response: int) -> BatchT:
     """The same rows without ``input_ids`` columns that no row uses."""
     prompt_width = batch.input_ids.shape[1] - batch.response_mask.shape[1]
-    changed = {}
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
         if not isinstance(value, Tensor) or value.dim() < 2:

@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.metrics import MetricTable, mean, total
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.batch_plan import BatchPlan
@@ -131,6 +131,7 @@ class PPOModule(PostTrainingModule):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         source = self._rollout_source()
         if stage == "fit":
             self._check_sampling(source.sampling)
@@ -147,7 +148,7 @@ class PPOModule(PostTrainingModule):
         if self.actor is not None:
             return
         shares_trunk = self.critic_config is not None and self.critic_config.model is None
-        head = "policy_and_value" if shares_trunk else "policy"
+        head: Head = "policy_and_value" if shares_trunk else "policy"
         make = self.contract.make_model
         self.actor = make(self.policy_config, head, trainable=True)
         if self.critic_config is not None and self.critic_config.model is not None:
@@ -164,7 +165,7 @@ class PPOModule(PostTrainingModule):
 
     @override
     def on_train_start(self) -> None:
-        loader = self.trainer.train_dataloader
+        loader: Any = self.trainer.train_dataloader
         ranks = self.contract.data_parallel_size
         sampling = self._rollout_source().sampling
         max_prompt = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)

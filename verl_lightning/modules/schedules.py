@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl_lightning.models.config import OptimConfig
 
 DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
+    "constant": lambda _: 1.0,
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
@@ -31,7 +31,7 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> 
     if config.schedule != "constant" and max_steps <= config.warmup_steps:
         raise ValueError(
             f"`optim.schedule: {config.schedule}` ends at `trainer.max_steps`, which must be above"
-            f" `optim.warmup_steps` ({config.warmup_steps}), got {max_steps}. Set `trainer.max_steps`, or use `constant`."
+            f" `optim.warmup_steps` ({config.warmup_steps}), got {max_steps}. Set it, or use `constant`."
         )
     decay = DECAYS[config.schedule]
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -65,7 +64,7 @@ class SFTModule(PostTrainingModule):
         def loss_fn(scores: Scores, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Metric]]:
             assert scores.log_probs is not None
             token_sum = -masked_sum(scores.log_probs, batch.response_mask)
-            # In units of the step's first batch, and not divided by Lightning; `on_before_optimizer_step` does the rest.
+            # In units of the step's first batch, times what Lightning divides by; `on_before_optimizer_step` ends it.
             return token_sum / unit * accumulated, {"loss": Metric("sum", token_sum.detach())}
 
         loss, metrics = self.contract.train_loss(self.policy, batch, loss_fn)
@@ -79,7 +78,9 @@ class SFTModule(PostTrainingModule):
         assert self._unit_tokens is not None
         assert self._step_tokens is not None
         parameters = with_gradient(optimizer)
-        torch._foreach_mul_([p.grad for p in parameters], self._unit_tokens / self._step_tokens.clamp(min=1))
+        torch._foreach_mul_(
+            [p.grad for p in parameters if p.grad is not None], self._unit_tokens / self._step_tokens.clamp(min=1)
+        )
         self._unit_tokens = self._step_tokens = None
         norm = self.contract.gradient_norm(parameters)
         if not norm.isfinite():
@@ -91,7 +92,7 @@ class SFTModule(PostTrainingModule):
     @override
     def configure_gradient_clipping(
         self,
-        optimizer: Optimizer | LightningOptimizer,
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:

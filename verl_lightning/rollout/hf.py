@@ -89,7 +89,7 @@ class HFEngine:
             raise RuntimeError("`start` the engine before using it.")
         return self._model
 
-    def _is_end(self, tokens: Tensor) -> Bool[Tensor, "..."]:
+    def _is_end(self, tokens: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         return torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device))
 
     def _generate_chunk(self, prompts: Prompts, sampling: SamplingConfig, rows: slice) -> tuple[Tensor, Tensor, Tensor]:

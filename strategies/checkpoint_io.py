@@ -1,0 +1,44 @@
+"""Writes checkpoint files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from typing_extensions import override
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the final place, flushes to the disk, then renames.
+
+    Lightning's own writes into the system's temporary folder and moves the file from there, which across file systems
+    is a copy that a kill can cut short. Remote paths are left to it.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or not _is_local_file_protocol(str(path)):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        final = Path(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        draft = final.with_name(f".{final.name}.tmp")
+        with draft.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(final)
+        sync_folder(final.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
