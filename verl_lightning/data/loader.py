@@ -67,6 +67,7 @@ class TrainLoader:
         limit_batches: int | float = 1.0,
     ) -> None:
         self.source = source
+        self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.shuffle = shuffle
