@@ -59,6 +59,8 @@ class TokenizedDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
         rank, world_size = data_parallel_rank_and_size(trainer)
+        if stage == "fit" and not self.val_files:
+            trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         if stage == "fit":
             shuffle = self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined] # set by a connector
             if shuffle != self.shuffle:
