@@ -1,0 +1,20 @@
+"""Reward functions for test runs: a tiny random model must meet good and bad responses; loaded by file path."""
+
+from __future__ import annotations
+
+
+def even_share(sample):
+    """Share of the response's characters with an even code; 0 for an empty response."""
+    return sum(ord(character) % 2 == 0 for character in sample.response) / max(1, len(sample.response))
+
+
+def starts_even(sample):
+    """1 if the first character has an even code, else 0."""
+    return float(bool(sample.response) and ord(sample.response[0]) % 2 == 0)
+
+
+def fails_on_even(sample):
+    """Like `even_share`, but fails on responses that start with an even code."""
+    if starts_even(sample):
+        raise RuntimeError("an even start")
+    return even_share(sample)
