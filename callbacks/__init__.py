@@ -1,8 +1,9 @@
 """Callbacks: what can be swapped or left out of a run."""
 
+from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
 from verl_lightning.callbacks.samples_table import SamplesTable
 
-__all__ = ["HFRollout", "PhaseProgressBar", "ResumeWandb", "RolloutCallback", "SamplesTable"]
+__all__ = ["HFCheckpoint", "HFRollout", "PhaseProgressBar", "ResumeWandb", "RolloutCallback", "SamplesTable"]

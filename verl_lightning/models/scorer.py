@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
+from lightning.fabric.utilities import rank_zero_info
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs
 from verl_lightning.models.config import LoraConfig, ModelConfig
+from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
@@ -86,8 +90,6 @@ def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
 def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
     """Load a model from its Hugging Face folder and give it the heads it needs.
 
-    The value head starts at zero: a random one makes the first critic updates huge.
-
     Args:
         config: Which model, and how it is trained.
         head: What it scores.
@@ -99,14 +101,23 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     backbone = load_backbone(config, AutoModel if head == "value" else AutoModelForCausalLM)
     value_head = None
     if head != "policy":
-        value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=backbone.dtype)
-        nn.init.zeros_(value_head.weight)
+        value_head = make_value_head(backbone, Path(config.path))
     if config.lora is not None and trainable:
         backbone = add_adapters(backbone, config.lora)
     if config.gradient_checkpointing and trainable:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = TokenScorer(backbone, value_head, head)
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
+
+
+def make_value_head(backbone: PreTrainedModel, folder: Path) -> nn.Linear:
+    """A value head for a trunk: the one in its folder, else zeros, since random ones make the first updates huge."""
+    head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=backbone.dtype)
+    nn.init.zeros_(head.weight)
+    if (file := folder / VALUE_HEAD_FILE).is_file():
+        head.load_state_dict(load_file(file))
+        rank_zero_info(f"The value head goes on from `{file}`.")
+    return head
 
 
 def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def merged_weights(backbone: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -31,3 +32,15 @@ def merged_weights(backbone: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def is_adapter_name(name: str) -> bool:
     """Whether this parameter belongs to a LoRA adapter."""
     return ".lora_" in name
+
+
+def value_head_weights(value_head: nn.Linear | None) -> dict[str, Tensor]:
+    """Whole tensors of a value head by name, none without one. Collective."""
+    if value_head is None:
+        return {}
+    return {name: whole(parameter.detach()) for name, parameter in value_head.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it if every rank holds a part. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,175 @@
+"""Writes Hugging Face folders: weights in shards, configs, and all of it at once or not at all."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PARTIAL_SUFFIX = ".partial"
+VALUE_HEAD_FILE = "value_head.safetensors"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
+
+
+class ShardWriter:
+    """Writes tensors into ``model*.safetensors`` files; holds at most one of them in memory.
+
+    Args:
+        folder: Where the files go.
+        max_shard_bytes: A file is closed before it would grow larger; a larger tensor gets a file of its own.
+    """
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.folder = folder
+        self.max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._names: list[list[str]] = []  # of each file that is written
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; it is copied, so its memory may be used again."""
+        if self._shard and self._shard_bytes + tensor.nbytes > self.max_shard_bytes:
+            self._flush()
+        self._shard[name] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor)
+        self._shard_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, and the index if there are several files."""
+        self._flush()
+        count = len(self._names)
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            files = ["model.safetensors"]
+        for index, file in enumerate(files):
+            self._path(index).rename(self.folder / file)
+        if count > 1:
+            weight_map = {name: file for file, names in zip(files, self._names, strict=True) for name in names}
+            content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2, sort_keys=True))
+
+    def _flush(self) -> None:
+        save_file(self._shard, self._path(len(self._names)), metadata={"format": "pt"})
+        self._names.append(list(self._shard))
+        self._total_bytes += self._shard_bytes
+        self._shard, self._shard_bytes = {}, 0
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"shard-{index}"  # the final name says how many there are
+
+
+def write_model(
+    folder: Path,
+    backbone: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write weights, ``config.json`` and ``generation_config.json`` as ``from_pretrained`` reads them.
+
+    Args:
+        folder: An empty one.
+        backbone: The model whose class and configs are written; its own weights are not read.
+        weights: Hugging Face names and whole tensors.
+        dtype: Floating-point weights are stored in it; None leaves them as they are.
+        max_shard_bytes: Largest size of a weights file.
+    """
+    writer = ShardWriter(folder, max_shard_bytes)
+    for name, weight in weights:
+        writer.add(name, weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight)
+    writer.finish()
+    if backbone.can_generate():
+        backbone.generation_config.to_json_file(folder / "generation_config.json")
+    config = copy.deepcopy(backbone.config)
+    config.dtype = str(dtype or backbone.dtype).removeprefix("torch.")
+    config.architectures = [type(backbone).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)  # last: without it no loader accepts the folder
+
+
+def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a value head to its own file, if there is one; `build_scorer` reads it back."""
+    if weights:
+        save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / VALUE_HEAD_FILE)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Lends a hidden folder that takes the place of ``path`` at the end; a kill before that leaves ``path`` as it was.
+
+    An exception removes the hidden folder. One that a kill left behind is cleared by `clear_partial_folders`.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _sync(partial)
+        _replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder so that no moment shows half of it; one that is gone already is fine."""
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    shutil.rmtree(partial, ignore_errors=True)
+    if path.exists():
+        path.rename(partial)
+        shutil.rmtree(partial)
+
+
+def clear_partial_folders(parent: Path) -> None:
+    """Delete what saves that were killed left behind."""
+    for partial in parent.glob(f".*{PARTIAL_SUFFIX}"):
+        shutil.rmtree(partial)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until everything in a folder is on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Put ``new`` in the place of ``path``; what was there is at ``new`` afterwards, if anything."""
+    if not path.exists():
+        new.rename(path)
+    elif not _exchange(new, path):  # a file system that can't: for a moment nothing is at `path`
+        old = new.with_name(f"{new.name}.old{PARTIAL_SUFFIX}")
+        path.rename(old)
+        new.rename(path)
+        old.rename(new)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system can't."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
