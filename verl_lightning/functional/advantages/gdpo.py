@@ -22,7 +22,8 @@ def gdpo_advantages(
         A_i = sum(weights_k * grpo_advantages(rewards_k)_i)
 
     Args:
-        reward_components: Several rewards of each response, each in its own unit. Ignored where not valid.
+        reward_components: Several rewards of each response, each in its own unit. Ignored where not valid; ``nan`` where
+            a reward does not apply, which leaves the response out of that reward's group.
         weights: Of each reward, dimensionless.
         group_index: Any integers; equal for the responses to one prompt.
         valid: False on responses to leave out of their group: failed rewards, nothing to train on.
@@ -35,5 +36,8 @@ def gdpo_advantages(
         Liu et al., *GDPO: Group reward-Decoupled Normalization Policy Optimization*, 2026.
         https://arxiv.org/abs/2601.05242
     """
-    parts = [grpo_advantages(rewards, group_index, valid, normalize_by_std=True) for rewards in reward_components]
+    parts = [
+        grpo_advantages(rewards, group_index, valid & rewards.isfinite(), normalize_by_std=True)
+        for rewards in reward_components
+    ]
     return (weights.unsqueeze(-1) * torch.stack(parts)).sum(dim=0)
