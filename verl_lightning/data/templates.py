@@ -129,7 +129,10 @@ def parse_tools(value: Any, *, name: str) -> list[dict[str, Any]] | None:
     Raises:
         ValueError: If it is neither.
     """
-    tools = json.loads(value or "null") if isinstance(value, str) else drop_none(value)
+    try:
+        tools = json.loads(value or "null") if isinstance(value, str) else drop_none(value)
+    except json.JSONDecodeError:
+        tools = value
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

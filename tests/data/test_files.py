@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from verl_lightning.data.files import read_rows
+
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_jsonl_and_parquet_give_the_same_rows_in_the_order_of_the_files(tmp_path):
+    first = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    second = str(tmp_path / "b.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), second)
+
+    rows = read_rows([first, second], columns=["prompt"])
+
+    assert [row.values for row in rows] == ROWS + ROWS
+    assert [row.name for row in rows] == [f"row {n} of `{path}`" for path in (first, second) for n in (1, 2)]
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n')
+
+    (row,) = read_rows(str(tmp_path / "a.jsonl"), columns=["prompt"])
+
+    assert row.name.startswith("row 2 of")
+
+
+def test_refuses_a_file_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"data file `.*none.jsonl` does not exist \(looked from `/"):
+        read_rows(str(tmp_path / "none.jsonl"), columns=[])
+
+
+def test_refuses_a_file_without_rows(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+
+    with pytest.raises(ValueError, match=r"empty.jsonl` has no rows"):
+        read_rows(str(tmp_path / "empty.jsonl"), columns=[])
+
+
+def test_refuses_a_file_of_another_kind(tmp_path):
+    (tmp_path / "rows.csv").touch()
+
+    with pytest.raises(ValueError, match=r"rows.csv` should end in `.jsonl` or `.parquet`"):
+        read_rows(str(tmp_path / "rows.csv"), columns=[])
+
+
+@pytest.mark.parametrize("row", [{"n": 3}, {"prompt": None, "n": 3}])
+def test_names_the_row_of_a_missing_column_and_what_is_there(tmp_path, row):
+    file = write_jsonl(tmp_path / "a.jsonl", [*ROWS, row])
+
+    with pytest.raises(ValueError, match=r"column `prompt` is missing in row 3 of `.*a.jsonl`, which has `n`"):
+        read_rows(file, columns=["prompt"])
+
+
+@pytest.mark.parametrize(("line", "reason"), [("{", "it can't be parsed"), ("[1]", "got list")])
+def test_names_the_line_that_is_no_object(tmp_path, line, reason):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROWS[0])}\n{line}\n")
+
+    with pytest.raises(ValueError, match=rf"Expected a JSON object in row 2 of .*{reason}"):
+        read_rows(str(tmp_path / "a.jsonl"), columns=[])

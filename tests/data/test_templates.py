@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny import tiny_tokenizer
+from verl_lightning.data.files import Row
+from verl_lightning.data.templates import ChatRenderer, clean_messages, parse_flag, parse_tools
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
+    "{% if m['tool_calls'] is defined %}!{% endif %};{% endfor %}{% if enable_thinking is not defined %}unset"
+    "{% elif enable_thinking %}think{% else %}answer{% endif %}"
+)
+
+
+def render(row, *, enable_thinking=None):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    renderer = ChatRenderer(tokenizer, Row(values=row, name="row 1"), enable_thinking=enable_thinking)
+    return renderer.render([{"role": "user", "content": "a"}], add_generation_prompt=False)
+
+
+def test_none_that_arrow_adds_does_not_reach_the_template():
+    messages = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
+    ]
+
+    assert clean_messages(messages, name="x") == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+    ]
+
+
+@pytest.mark.parametrize("messages", ["a", [], [{"content": "a"}], ["a"], {"role": "user", "content": "a"}])
+def test_refuses_what_is_not_a_list_of_messages(messages):
+    with pytest.raises(ValueError, match=r"Expected a list of messages .* in `prompt` in row 1, got"):
+        clean_messages(messages, name="`prompt` in row 1")
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [(True, True), (False, False), (None, None), ("none", None), ("None", None), ("", None), ("false", False),
+     ("False", False), ("true", True)],
+)  # fmt: skip
+def test_a_flag_written_as_text_means_what_it_says(value, flag):
+    assert parse_flag(value, name="x") is flag
+
+
+@pytest.mark.parametrize("value", ["yes", 1, "off"])
+def test_refuses_a_flag_that_is_neither_true_nor_false(value):
+    with pytest.raises(ValueError, match="Expected true, false or null for `enable_thinking` in row 1"):
+        parse_flag(value, name="`enable_thinking` in row 1")
+
+
+@pytest.mark.parametrize(
+    ("value", "tools"),
+    [(None, None), ("", None), ("[]", None), ("null", None), ([], None), ('[{"a": null}]', [{"a": None}]),
+     ([{"a": 1, "b": None}], [{"a": 1}])],
+)  # fmt: skip
+def test_tools_come_as_a_list_or_as_its_text(value, tools):
+    assert parse_tools(value, name="x") == tools
+
+
+@pytest.mark.parametrize("value", ["[1]", "{", {"a": 1}])
+def test_refuses_tools_of_another_form(value):
+    with pytest.raises(ValueError, match="Expected a list of tool schemas.* for `tools` in row 1"):
+        parse_tools(value, name="`tools` in row 1")
+
+
+@pytest.mark.parametrize(
+    ("own", "option", "text"),
+    [(None, None, "unset"), (None, True, "think"), ("none", False, "answer"), ("false", True, "answer"),
+     (True, False, "think")],
+)  # fmt: skip
+def test_the_row_decides_on_thinking_before_the_option(own, option, text):
+    assert render({"enable_thinking": own}, enable_thinking=option) == f"user:a;{text}"
+
+
+def test_tools_reach_the_template():
+    assert render({"tools": [TOOL]}).startswith('[{"type": "function"')
+
+
+def test_names_the_row_that_the_template_refuses():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    renderer = ChatRenderer(tokenizer, Row(values={}, name="row 7 of `f`"), enable_thinking=None)
+
+    with pytest.raises(ValueError, match="can't render the messages in row 7 of `f`: no system role"):
+        renderer.render([{"role": "system", "content": "a"}], add_generation_prompt=False)
