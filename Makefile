@@ -1,0 +1,41 @@
+# make run            install and train the quick start on this machine, about five minutes
+# make test           install and run the fast core of the tests, slow ones included
+# make test-backends  tests that need a heavy back end
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STEPS ?= 80
+SEEDS ?= 0
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install run test test-fast test-backends lint clean
+
+install: $(VENV)/installed
+
+# pip before 23.3 crashes on some of these packages.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+run: install
+	$(BIN)/python examples/quickstart/run.py --steps $(STEPS) --seeds $(SEEDS)
+
+test: install lint
+	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
+	$(BIN)/python -m pytest -m "slow and not backend and not oracle and not real_model"
+
+test-fast: install
+	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
+
+test-backends: install
+	$(BIN)/python tests/run_backends.py
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
