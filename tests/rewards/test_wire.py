@@ -36,6 +36,8 @@ def test_plain_samples_come_through_unchanged(make_sample):
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         (np.array(["a", np.array([1.0])], dtype=object), ["a", [1.0]]),
         (np.datetime64("2024-02-01"), "2024-02-01"),
+        (np.datetime64("2024-02-01T12:30:00.000000001"), "2024-02-01T12:30:00.000000001"),
+        (np.array(["2024-02-01"], dtype="datetime64[s]"), ["2024-02-01T00:00:00"]),
         (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), [1.0, 2.0]),
         (b"ab", "YWI="),
         (date(2024, 2, 1), "2024-02-01"),

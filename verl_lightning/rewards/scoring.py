@@ -64,7 +64,7 @@ class ScoringBatch:
 
     def put_back(self, positions: Iterable[int]) -> None:
         """Returns samples that a lost worker never came to."""
-        self._waiting.extendleft(reversed(list(positions)))
+        self._waiting.extendleft(positions)
 
     def record_answer(self, position: int, answer: Mapping[str, Any]) -> None:
         """Notes what a worker answered."""
