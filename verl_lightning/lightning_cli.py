@@ -14,10 +14,12 @@ from typing import Any
 from jsonargparse import Namespace, get_loader, set_parsing_settings
 from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 import verl_lightning.data
@@ -26,6 +28,7 @@ from verl_lightning.callbacks import RolloutCallback
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser
+from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger
 from verl_lightning.strategies import STRATEGIES
 
 CALLBACK_SLOTS: dict[str, type[Callback]] = {"rollout": RolloutCallback}
@@ -33,7 +36,7 @@ CALLBACK_SLOTS: dict[str, type[Callback]] = {"rollout": RolloutCallback}
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "default_root_dir": "runs",
-    "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+    "logger": {"class_path": "verl_lightning.loggers.ResumableCSVLogger"},
     "log_every_n_steps": 1,  # a step is a whole iteration of rollouts and updates
     "num_sanity_val_steps": 0,  # a validation batch is sampled from the model, which takes long
     "inference_mode": False,  # inference tensors can't enter a later autograd graph, nor be sharded
@@ -44,21 +47,26 @@ MARKETING = ("litlogger", "litmodels")
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves all settings as ``config.yaml`` in the run's folder, beside its checkpoints, and gives them to each logger.
+    """Saves all settings in the run's folder, beside its checkpoints, and gives them to each logger.
 
-    ``verl-fit --config <that file>`` repeats the run.
+    ``verl-fit --config <folder>/config.yaml`` repeats the run. Settings of an evaluation are saved as
+    ``config_validate.yaml`` and ``config_test.yaml``.
     """
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        text = self.parser.dump(self.config, skip_unset=False)
+        config = self.config.clone()
+        if config.get("ckpt_path") == "last":
+            config["ckpt_path"] = None  # how the run was resumed is no part of what it is
+        text = self.parser.dump(config, skip_unset=False)
         settings = get_loader("yaml")(text)
         for logger in trainer.loggers:  # first: `CSVLogger` warns if there is a file in its folder already
             logger.log_hyperparams(settings)
         folder = run_folder(trainer)
         filesystem = get_filesystem(folder)
         filesystem.makedirs(folder, exist_ok=True)
-        with filesystem.open(os.path.join(folder, self.config_filename), "w") as file:
+        name = CONFIG_FILE if stage == "fit" else f"config_{TrainerFn(stage).value}.yaml"
+        with filesystem.open(os.path.join(folder, name), "w") as file:
             file.write(text)
 
 
@@ -81,13 +89,17 @@ class CLI(LightningCLI):
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         words = sys.argv[1:] if args is None else list(args)
+        self._command = words[0] if words and words[0] in SUBCOMMANDS else SUBCOMMANDS[0]
         # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
         set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
         logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
         super().__init__(
             args=words,
             parser_class=Parser,
-            parser_kwargs={"prog": "verl-fit"},
+            parser_kwargs={
+                "prog": "verl-fit",
+                self._command: {"usage": f"verl-fit {self._command} --config FILE_OR_NAME [--KEY VALUE ...]"},
+            },
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             trainer_defaults=TRAINER_DEFAULTS,
@@ -96,10 +108,10 @@ class CLI(LightningCLI):
             load_from_checkpoint_support=False,
         )
 
-    @staticmethod
     @override
-    def subcommands() -> dict[str, set[str]]:
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in SUBCOMMANDS}
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that is asked for, as building the parser of each takes a while."""
+        return {self._command: LightningCLI.subcommands()[self._command]}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -111,8 +123,8 @@ class CLI(LightningCLI):
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
-        for name in self.subcommands():  # unpickling a checkpoint runs code that it holds
-            self._parser(name).set_defaults({"weights_only": True})
+        # Unpickling anything else than weights runs code that the checkpoint holds.
+        self._parser(self._command).set_defaults({"weights_only": True})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -148,9 +160,25 @@ class CLI(LightningCLI):
         callbacks = trainer.get("callbacks") or []
         own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
         others = callbacks if isinstance(callbacks, list) else [callbacks]
+        if self._get(self.config, "ckpt_path") == "last" and isinstance(trainer.logger, ResumableCSVLogger):
+            self._find_last_run(trainer.logger)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
         return super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+
+    def _find_last_run(self, logger: ResumableCSVLogger) -> None:
+        """Makes `last` mean the newest run: training goes on in its folder, an evaluation reads its weights."""
+        if self.subcommand == "fit":
+            logger.continue_newest_run()
+            return
+        newest = logger.newest_run()
+        checkpoint = None if newest is None else logger.last_checkpoint(newest)
+        if checkpoint is None:
+            raise MisconfigurationException(
+                f"`--ckpt_path last`: no run in `{logger.root_dir}` has a `last` checkpoint."
+                " Train with `ModelCheckpoint(save_last=True)`, or give the checkpoint's path."
+            )
+        self.config_init[self.subcommand].ckpt_path = str(checkpoint)
 
 
 def slot_help(base: type[Callback]) -> str:
@@ -172,9 +200,7 @@ def check_checkpoint(parser: LightningArgumentParser, path: str | None) -> None:
     if path in (None, "last", "hpc") or "://" in str(path) or str(path).startswith("registry"):
         return
     if path == "best":
-        parser.error(
-            "`--ckpt_path best` is known only to the process that trained; give the file or folder, or `last`."
-        )
+        parser.error("`--ckpt_path best` is known only to the process that trained; give its file, or `last`.")
     if not Path(str(path)).exists():
         neighbours = [str(neighbour) for neighbour in Path(str(path)).parent.glob("*")]
         close = difflib.get_close_matches(str(path), neighbours, n=1)

@@ -1,0 +1,118 @@
+"""The logger that `verl-fit` uses when no other is given."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from torch import Tensor
+from typing_extensions import override
+
+CONFIG_FILE = "config.yaml"
+"""File in a run's folder that tells a training run from an evaluation."""
+
+
+class ResumableCSVLogger(CSVLogger):
+    """Writes ``save_dir/name/version_N/metrics.csv``, and goes on with that file when a run is resumed.
+
+    Lightning's logger starts each run in a new folder, where ``ckpt_path: last`` finds nothing, and empties the file of
+    a folder that it is told to reuse. This one keeps the rows from before the checkpoint and replaces those that the
+    resumed run computes anew.
+
+    Args:
+        save_dir: Folder of all runs; a local one.
+        name: Folder in it for runs that belong together; empty for none.
+        version: The run's folder; a number N is ``version_N``, null the next free one.
+        prefix: Put before each metric's name.
+        flush_logs_every_n_steps: Steps between writes; 1 loses nothing when the run is killed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str = "runs",
+        name: str = "",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        self._old_rows: list[dict[str, Any]] = []
+
+    def newest_run(self) -> int | None:
+        """Version of the newest training run, None if there is none; evaluations don't count."""
+        found = [
+            path.parent.name.removeprefix("version_") for path in Path(self.root_dir).glob(f"version_*/{CONFIG_FILE}")
+        ]
+        return max((int(number) for number in found if number.isdecimal()), default=None)
+
+    def last_checkpoint(self, version: int) -> Path | None:
+        """The newest ``last`` checkpoint in a run's folder."""
+        found = Path(self.root_dir, f"version_{version}", "checkpoints").glob("last*")
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+    def continue_newest_run(self) -> None:
+        """Logs into the newest training run's folder if that has a checkpoint to go on from and no other was chosen."""
+        newest = self.newest_run()
+        if self._version is None and newest is not None and self.last_checkpoint(newest) is not None:
+            self._version = newest
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        if isinstance(self._experiment, ExperimentWriter):
+            return self._experiment
+        path = Path(self.log_dir, ExperimentWriter.NAME_METRICS_FILE)
+        self._old_rows = read_rows(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*exists and is not empty.*")
+            writer: ExperimentWriter = super().experiment
+        if self._old_rows:
+            writer.metrics_keys = write_rows(path, self._old_rows)
+        return writer
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Tensor | float], step: int | None = None) -> None:
+        writer = self.experiment
+        if self._old_rows and step is not None:
+            kept = [row for row in self._old_rows if not is_superseded(row, metrics, step)]
+            writer.metrics_keys = write_rows(Path(writer.metrics_file_path), kept)
+            self._old_rows = []
+        super().log_metrics(dict(metrics), step)
+
+
+def is_superseded(row: Mapping[str, str], metrics: Mapping[str, object], step: int) -> bool:
+    """Whether the run that goes on with these metrics at this step computes an old row once more."""
+    row_step = int(row["step"])
+    again = {name for name, value in row.items() if value} & set(metrics) - {"epoch"}
+    return row_step > step or (row_step == step and bool(again))
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Whole rows of a metrics file, without one that a kill has torn; none if there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    return [row for row in csv.DictReader(whole) if None not in row.values()]
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Writes a metrics file in one atomic move; returns its columns."""
+    names = sorted({name for row in rows for name in row})
+    partial = path.with_suffix(".tmp")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=names)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+    return names
