@@ -12,6 +12,7 @@ from verl_lightning.functional.log_probs import (
     response_logits,
     token_entropy,
     token_log_probs,
+    token_sum_squared_probs,
 )
 
 LABELS = torch.tensor([[1, 0, 4], [2, 2, 3]])
@@ -51,6 +52,12 @@ def test_log_probs_divide_by_the_temperature():
     actual = token_log_probs(logits, torch.tensor([[1]]), temperature=2.0)
 
     assert_close(actual, torch.tensor([[math.log(2 / 3)]]))
+
+
+def test_sum_of_squared_probabilities_matches_a_hand_made_one():
+    logits = torch.tensor([[[0.0, math.log(4.0)], [0.0, 0.0]]])
+
+    assert_close(token_sum_squared_probs(logits, temperature=2.0), torch.tensor([[5 / 9, 0.5]]))
 
 
 def test_tokens_that_the_vocabulary_excludes_do_not_make_nan():

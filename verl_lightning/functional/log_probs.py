@@ -57,7 +57,7 @@ def token_log_probs(
     Returns:
         In nats, float32. A position whose result gets no gradient gives none to its logits, even if they are ``nan``.
     """
-    log_probs, _ = log_probs_and_entropy(logits, labels, temperature=temperature)
+    log_probs: Tensor = _LogProbsAndEntropy.apply(logits, labels, temperature, False)[0]  # type: ignore[no-untyped-call]
     return log_probs
 
 
@@ -98,34 +98,65 @@ def log_probs_and_entropy(
     Returns:
         `token_log_probs` and `token_entropy`, both in nats and float32.
     """
-    outputs: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(logits, labels, temperature)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(logits, labels, temperature, True)  # type: ignore[no-untyped-call]
     return outputs
+
+
+@torch.no_grad()
+def token_sum_squared_probs(
+    logits: Float[Tensor, "batch response vocab"], *, temperature: float
+) -> Float[Tensor, "batch response"]:
+    """Sum of the squared probabilities of the whole vocabulary at each position; without gradient.
+
+    With ``p = softmax(logits / temperature)``::
+
+        sum(p**2)
+
+    Args:
+        logits: Of the position before each token, in any float type.
+        temperature: Softmax temperature, dimensionless, above 0.
+
+    Returns:
+        Float32, from ``1 / vocab`` to 1.
+    """
+    parts = [
+        (logits[:, chunk].float() / temperature).softmax(dim=-1).square().sum(dim=-1)
+        for chunk in _response_chunks(logits.shape)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     """Recomputes the softmax chunk by chunk in the backward pass instead of saving it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         parts = [
-            _forward_chunk(logits[:, chunk], labels[:, chunk], temperature) for chunk in _response_chunks(logits.shape)
+            _forward_chunk(logits[:, chunk], labels[:, chunk], temperature, with_entropy)
+            for chunk in _response_chunks(logits.shape)
         ]
         log_probs, entropy, log_normalizer = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, labels, entropy, log_normalizer)
         ctx.temperature = temperature
+        ctx.with_entropy = with_entropy
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits = ctx.saved_tensors[0]
         rows = (*ctx.saved_tensors[1:], *grads)
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for chunk in _response_chunks(logits.shape):
             # Written into one buffer of the logits' own type: a list of parts would hold the gradient twice.
             grad_logits[:, chunk] = _backward_chunk(
-                logits[:, chunk], *(row[:, chunk] for row in rows), temperature=ctx.temperature
+                logits[:, chunk],
+                *(row[:, chunk] for row in rows),
+                temperature=ctx.temperature,
+                with_entropy=ctx.with_entropy,
             )
-        return grad_logits, None, None
+        return grad_logits, None, None, None
 
 
 def _response_chunks(shape: torch.Size) -> list[slice]:
@@ -134,10 +165,14 @@ def _response_chunks(shape: torch.Size) -> list[slice]:
     return [slice(start, start + width) for start in range(0, max(1, response), width)]
 
 
-def _forward_chunk(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_chunk(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     scaled = logits.float() / temperature
     log_normalizer = scaled.logsumexp(dim=-1)
     log_probs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    if not with_entropy:
+        return log_probs, torch.zeros_like(log_probs), log_normalizer
     probs = (scaled - log_normalizer.unsqueeze(-1)).exp()
     # `entr` is 0 at p = 0, where p * log(p) would be nan.
     return log_probs, torch.special.entr(probs).sum(dim=-1), log_normalizer
@@ -152,11 +187,14 @@ def _backward_chunk(
     grad_entropy: Tensor,
     *,
     temperature: float,
+    with_entropy: bool,
 ) -> Tensor:
     """``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``."""
     probs = (logits.float() / temperature - log_normalizer.unsqueeze(-1)).exp()
-    grad = torch.special.entr(probs) * grad_entropy.unsqueeze(-1)
-    grad = grad - probs * (grad_log_probs + grad_entropy * entropy).unsqueeze(-1)
-    grad = grad.scatter_add(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
+    grad = -probs * (grad_log_probs + grad_entropy * entropy).unsqueeze(-1)
+    if with_entropy:
+        grad = torch.addcmul(grad, torch.special.entr(probs), grad_entropy.unsqueeze(-1))
+    grad = grad.scatter_add(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1)) / temperature
+    # What no one learns from stays out even if it is nan, such as the logits of padding.
     is_idle = (grad_log_probs == 0) & (grad_entropy == 0)
-    return torch.where(is_idle.unsqueeze(-1), 0.0, grad / temperature)
+    return torch.where(is_idle.unsqueeze(-1), 0.0, grad)

@@ -22,8 +22,8 @@ def gdpo_advantages(
         A_i = sum(weights_k * grpo_advantages(rewards_k)_i)
 
     Args:
-        reward_components: Several rewards of each response, each in its own unit. Ignored where not valid; ``nan`` where
-            a reward does not apply, which leaves the response out of that reward's group.
+        reward_components: Several rewards of each response, each in its own unit. Ignored where not valid; ``nan``
+            where a reward does not apply, which leaves the response out of that reward's group.
         weights: Of each reward, dimensionless.
         group_index: Any integers; equal for the responses to one prompt.
         valid: False on responses to leave out of their group: failed rewards, nothing to train on.
