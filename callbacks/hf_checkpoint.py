@@ -19,6 +19,7 @@ from verl_lightning.models.hf_folder import (
     write_model,
     write_value_head,
 )
+from verl_lightning.models.lora import has_adapters, write_adapter
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.weights import value_head_weights
 from verl_lightning.modules.base import PostTrainingModule
@@ -31,6 +32,8 @@ class HFCheckpoint(ModelCheckpoint):
     A folder appears when it is complete and on the disk: a kill leaves the previous ones as they were. Nothing in it
     can resume training: keep a `ModelCheckpoint` in ``trainer.callbacks`` for that.
 
+    With LoRA a folder is a PEFT adapter: `PeftModel.from_pretrained` puts it on the base model.
+
     Args:
         dirpath: Parent of the folders; null takes ``hf`` beside Lightning's ``checkpoints``.
         filename: Name of a folder, with metrics in braces.
@@ -41,6 +44,7 @@ class HFCheckpoint(ModelCheckpoint):
         every_n_train_steps: Write a folder every so many steps (of PPO: iterations); null writes none in between,
             unless there is a ``monitor``.
         role: Which model is written; ``critic`` needs a critic with a trunk of its own.
+        merge_adapters: With LoRA, write whole models with the adapters merged in.
         dtype: Stored type of the weights; null leaves them as they are trained.
         max_shard_gib: Largest size of one file of weights, in GiB; as much memory is needed while saving.
 
@@ -59,6 +63,7 @@ class HFCheckpoint(ModelCheckpoint):
         save_top_k: int = 1,
         every_n_train_steps: int | None = None,
         role: Literal["actor", "critic"] = "actor",
+        merge_adapters: bool = False,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         max_shard_gib: float = 5.0,
     ) -> None:
@@ -79,6 +84,7 @@ class HFCheckpoint(ModelCheckpoint):
             enable_version_counter=False,  # a resumed run writes its steps again, to the same place
         )
         self.role = role
+        self.merge_adapters = merge_adapters
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.max_shard_bytes = int(max_shard_gib * 2**30)
 
@@ -86,7 +92,7 @@ class HFCheckpoint(ModelCheckpoint):
     @override
     def state_key(self) -> str:
         # Lightning's key leaves the class out: a `ModelCheckpoint` with the same trigger would share our state.
-        return f"{super().state_key}{{'role': {self.role!r}, 'dtype': {str(self.dtype)!r}}}"
+        return f"{super().state_key}{self.role, self.merge_adapters, str(self.dtype)}"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,7 +109,10 @@ class HFCheckpoint(ModelCheckpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._model(pl_module)
+        if self.merge_adapters and not has_adapters(self._model(pl_module).backbone):
+            raise MisconfigurationException(
+                f"`HFCheckpoint(merge_adapters=True)`: the {self.role} has no adapters. Set its `lora`, or drop this."
+            )
         if trainer.is_global_zero:
             clear_partial_folders(self._folder)
 
@@ -121,7 +130,9 @@ class HFCheckpoint(ModelCheckpoint):
         module = trainer.lightning_module
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
         model = self._model(module)
-        weights = module.contract.named_weights(model)
+        writes_adapter = has_adapters(model.backbone) and not self.merge_adapters
+        adapter = module.contract.adapter_weights(model) if writes_adapter else {}
+        weights = iter(()) if writes_adapter else module.contract.named_weights(model)
         value_head = value_head_weights(model.value_head)
         problem = None
         if trainer.is_global_zero:
@@ -129,7 +140,10 @@ class HFCheckpoint(ModelCheckpoint):
                 with atomic_folder(path) as folder:
                     module.tokenizer.save_pretrained(folder)
                     write_value_head(folder, value_head)
-                    write_model(folder, model.backbone, weights, dtype=self.dtype, max_shard_bytes=self.max_shard_bytes)
+                    if writes_adapter:
+                        write_adapter(folder, model.backbone, adapter, dtype=self.dtype)
+                    else:
+                        write_model(folder, model.backbone, weights, self.dtype, self.max_shard_bytes)
             except (OSError, SafetensorError) as error:
                 problem = f"{type(error).__name__}: {error}"
         for _ in weights:  # collective: the ranks that don't write take part, and the writer after a failure

@@ -12,16 +12,17 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.types import Scores, TokenBatch
@@ -143,6 +144,10 @@ class PostTrainingStrategy:
         Collective: every rank must exhaust the iterator.
         """
         return merged_weights(model.backbone)
+
+    def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
+        """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
+        return adapter_weights(model.backbone)
 
     def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within it, backward passes add up gradients on this rank only."""

@@ -10,12 +10,14 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
 
@@ -150,6 +152,43 @@ def test_a_critic_is_written_with_its_value_head(tmp_path, tiny_folder, prompt_f
 def test_a_critic_must_exist_to_be_written(tmp_path, tiny_folder, chat_file):
     with pytest.raises(MisconfigurationException, match="no critic with a trunk of its own"):
         fit_sft(tmp_path, tiny_folder, chat_file, HFCheckpoint(role="critic"))
+
+
+def fit_lora(tmp_path, tiny_folder, prompt_file, **changes):
+    """Three GRPO steps that train adapters, and the module after them."""
+    module = make_ppo(tiny_folder, actor=make_model_config(tiny_folder, lr=1e-2, lora=LoraConfig(rank=4, alpha=8.0)))
+    callbacks = make_rollout(), HFCheckpoint(str(tmp_path / "hf"), **changes)
+    saving_trainer(tmp_path, *callbacks).fit(module, datamodule=make_prompts(prompt_file))
+    return module
+
+
+def test_a_lora_run_writes_an_adapter_that_peft_loads(tmp_path, tiny_folder, prompt_file):
+    module = fit_lora(tmp_path, tiny_folder, prompt_file)
+    folder = tmp_path / "hf" / "last"
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_folder), folder)
+
+    assert_close(logits_of(loaded), logits_of(module.policy.backbone), rtol=0, atol=1e-5)
+    assert not torch.allclose(logits_of(loaded), logits_of(base), atol=1e-3)
+    assert not list(folder.glob("model*"))
+    trained = sum(4 * p.numel() for p in module.parameters() if p.requires_grad)
+    assert (folder / "adapter_model.safetensors").stat().st_size < trained + 10_000
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_merge_adapters_writes_the_whole_model(tmp_path, tiny_folder, prompt_file):
+    module = fit_lora(tmp_path, tiny_folder, prompt_file, merge_adapters=True)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "last")
+
+    assert_close(logits_of(loaded), logits_of(module.policy.backbone), rtol=0, atol=1e-5)
+    assert not (tmp_path / "hf" / "last" / "adapter_config.json").exists()
+
+
+def test_merge_adapters_needs_adapters(tmp_path, tiny_folder, chat_file):
+    with pytest.raises(MisconfigurationException, match="the actor has no adapters"):
+        fit_sft(tmp_path, tiny_folder, chat_file, HFCheckpoint(merge_adapters=True))
 
 
 def test_validation_metrics_are_not_ranked_between_validations():

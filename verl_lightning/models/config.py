@@ -20,7 +20,21 @@ class LoraConfig:
     """Dropout on the adapters' input while training, in ``[0, 1)``."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get adapters, by Hugging Face name; ``all-linear`` is every linear layer but the output head."""
+    """Modules that get adapters: the ends of their names, a regular expression for whole names, or ``all-linear``:
+    every linear layer but the output head."""
+
+    exclude_modules: list[str] = field(default_factory=list)
+    """Modules that get none although ``target_modules`` names them, by the ends of their names."""
+
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole, by the ends of their names."""
+
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Distribution of ``A``; ``B`` starts at zero, so the first policy is the base. Initialisations that change the
+    base (PiSSA, OLoRA) are left out: the reference would not be the model at ``path``."""
+
+    adapter_path: str | None = None
+    """PEFT folder whose adapter is trained on; null starts a new one."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -29,6 +43,8 @@ class LoraConfig:
             raise ValueError(f"`lora.alpha` must be above 0 (at 0 the adapters do nothing), got {self.alpha}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"`lora.dropout` must lie in [0, 1), got {self.dropout}.")
+        if self.adapter_path is not None and self.init != "kaiming":
+            raise ValueError(f"`lora.init: {self.init}` has no effect on the adapter of `lora.adapter_path`. Drop one.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,6 @@ def write_model(
     folder: Path,
     backbone: PreTrainedModel,
     weights: Iterable[tuple[str, Tensor]],
-    *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:

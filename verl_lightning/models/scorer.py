@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs
-from verl_lightning.models.config import LoraConfig, ModelConfig
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
+from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
@@ -67,14 +69,8 @@ class TokenScorer(nn.Module):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Within it the base weights alone answer; a no-op for a model without adapters."""
-        if not has_adapters(self.backbone):
+        with adapters_off(self.backbone):
             yield
-            return
-        self.backbone.disable_adapters()
-        try:
-            yield
-        finally:
-            self.backbone.enable_adapters()
 
     def _values(self, hidden: Float[Tensor, "batch response hidden"]) -> Float[Tensor, "batch response"]:
         assert self.value_head is not None
@@ -103,7 +99,9 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     if head != "policy":
         value_head = make_value_head(backbone, Path(config.path))
     if config.lora is not None and trainable:
-        backbone = add_adapters(backbone, config.lora)
+        backbone = add_adapters(
+            backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM"
+        )
     if config.gradient_checkpointing and trainable:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = TokenScorer(backbone, value_head, head)
@@ -126,6 +124,12 @@ def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoMo
     Raises:
         ValueError: If there is no model at ``config.path``.
     """
+    if (adapter := Path(config.path) / CONFIG_FILE).is_file():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"`path: {config.path}` is a PEFT adapter. Set `path` to its base (`{base}`) and `lora.adapter_path` to it,"
+            " or merge it first: `verl-export --to merged`."
+        )
     try:
         model: PreTrainedModel = auto_class.from_pretrained(
             config.path, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation
@@ -137,21 +141,3 @@ def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoMo
             " Give a folder written by `save_pretrained`, or a name on the Hugging Face hub."
         ) from error
     return model
-
-
-def has_adapters(backbone: PreTrainedModel) -> bool:
-    """Whether PEFT adapters were put into this model."""
-    return bool(getattr(backbone, "_hf_peft_config_loaded", False))
-
-
-def add_adapters(backbone: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    """Freeze the weights and put PEFT's LoRA adapters beside them, in place."""
-    from peft import LoraConfig as PeftLoraConfig
-
-    backbone.requires_grad_(False)
-    backbone.add_adapter(
-        PeftLoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules
-        )
-    )
-    return backbone

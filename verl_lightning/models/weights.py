@@ -18,20 +18,33 @@ def merged_weights(backbone: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     layers = dict(backbone.named_modules())
     for name, parameter in backbone.named_parameters():
-        if is_adapter_name(name):
-            continue
-        owner, _, leaf = name.rpartition(".")
-        weight = parameter.detach()
-        if owner.endswith(".base_layer"):
-            owner = owner.removesuffix(".base_layer")
-            if leaf == "weight":
-                weight = weight + sum(layers[owner].get_delta_weight(adapter) for adapter in layers[owner].lora_A)
-        yield f"{owner}.{leaf}" if owner else leaf, weight.detach()
+        weight, owner = parameter.detach(), name.rpartition(".")[0]
+        if owner.endswith(".base_layer") and name.endswith(".weight"):
+            layer = layers[owner.removesuffix(".base_layer")]
+            delta = sum(layer.get_delta_weight(adapter) for adapter in layer.r)
+            yield base_name(name), (weight + delta).detach().to(weight.dtype)
+        elif ".modules_to_save." in name:
+            module, _, rest = name.partition(".modules_to_save.")
+            yield f"{module}.{rest.partition('.')[2]}", weight
+        elif not is_adapter_name(name) and ".original_module." not in name:
+            yield base_name(name), weight
+
+
+def base_weights(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each weight of the model without adapters, by its Hugging Face name; tied weights come once."""
+    for name, parameter in backbone.named_parameters():
+        if not is_adapter_name(name):
+            yield base_name(name), parameter
+
+
+def base_name(name: str) -> str:
+    """The Hugging Face name of a weight that PEFT has wrapped."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether this parameter belongs to a LoRA adapter."""
-    return ".lora_" in name
+    """Whether this parameter was added by PEFT: a LoRA matrix, or the trained copy of a whole module."""
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def value_head_weights(value_head: nn.Linear | None) -> dict[str, Tensor]:

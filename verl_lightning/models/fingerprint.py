@@ -1,0 +1,43 @@
+"""Checkpoints that hold only what is trained, and know the frozen weights that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from verl_lightning.models.weights import base_weights, whole
+
+SAMPLES = 64
+"""Values of each weight that a fingerprint looks at."""
+
+
+def base_fingerprint(backbone: nn.Module) -> str:
+    """A short text that tells one base model from another: of names, shapes and evenly spaced values. Collective.
+
+    The same weights stored in another type have the same fingerprint as long as no value was rounded.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base_weights(backbone)):
+        values = whole(parameter.detach()).flatten()
+        values = values[:: max(1, len(values) // SAMPLES)].float().cpu()
+        digest.update(f"{name}{list(parameter.shape)}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def without_frozen(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a state dict that is trained, and buffers."""
+    frozen = frozen_names(module)
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+def with_frozen(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with the module's own frozen weights put in where it has none, so that it can be loaded strictly."""
+    frozen = frozen_names(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name in frozen} | dict(state)
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Names of the weights that no optimizer changes."""
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}

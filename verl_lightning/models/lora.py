@@ -1,0 +1,251 @@
+"""Low-rank adapters: put beside a model, switched off, read from PEFT folders and written to them."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl_lightning.models.config import LoraConfig
+from verl_lightning.models.fingerprint import base_fingerprint
+from verl_lightning.models.weights import is_adapter_name, whole
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+FINGERPRINT_KEY = "base_fingerprint"
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before each name in an adapter file."""
+
+UNSUPPORTED = (
+    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices"),
+)
+"""Settings of PEFT that change what an adapter means, and that nothing here knows."""
+
+
+def has_adapters(backbone: nn.Module) -> bool:
+    """Whether PEFT adapters were put into this model."""
+    return bool(getattr(backbone, "_hf_peft_config_loaded", False))
+
+
+def add_adapters(
+    backbone: PreTrainedModel, lora: LoraConfig, *, task_type: Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
+) -> PreTrainedModel:
+    """Freeze the weights and put PEFT's adapters beside them, in place.
+
+    Args:
+        backbone: A transformers model.
+        lora: Which adapters, and where from.
+        task_type: What the model is to PEFT, for whoever loads the adapter later.
+
+    Raises:
+        ValueError: If a name is no module's, a tied weight would be untied, or ``lora.adapter_path`` does not fit.
+    """
+    from peft import LoraConfig as PeftLoraConfig
+
+    check_names(backbone, lora)
+    backbone.requires_grad_(False)
+    backbone.add_adapter(
+        PeftLoraConfig(
+            task_type=task_type,
+            r=lora.rank,
+            lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # type: ignore[arg-type]
+            lora_dropout=lora.dropout,
+            target_modules=lora.target_modules,
+            exclude_modules=list(lora.exclude_modules) or None,
+            modules_to_save=list(lora.modules_to_save) or None,
+            init_lora_weights=True if lora.init == "kaiming" else lora.init,
+        )
+    )
+    if peft_config(backbone).target_parameters:
+        raise ValueError(
+            f"`lora.target_modules: {lora.target_modules}` reaches expert weights that transformers holds fused, and"
+            " adapters on those are not supported. Name attention and dense layers only."
+        )
+    if lora.adapter_path is not None:
+        load_adapter(backbone, lora)
+    rank_zero_info(describe_trainable(backbone))
+    return backbone
+
+
+def describe_trainable(backbone: nn.Module) -> str:
+    """One line on how much of a model is trained."""
+    parameters = dict(backbone.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    count, total = sum(p.numel() for p in trained.values()), sum(p.numel() for p in parameters.values())
+    layers = {name.partition(".lora_")[0] for name in trained if ".lora_" in name}
+    return f"LoRA trains {count:,} of {total:,} parameters ({count / total:.2%}), beside {len(layers)} layers."
+
+
+@contextmanager
+def adapters_off(backbone: PreTrainedModel) -> Iterator[None]:
+    """Within it the base weights alone answer; a no-op for a model without adapters."""
+    if not has_adapters(backbone):
+        yield
+        return
+    _switch_adapters(backbone, on=False)
+    try:
+        yield
+    finally:
+        _switch_adapters(backbone, on=True)
+
+
+def peft_config(backbone: nn.Module) -> PeftLoraConfig:
+    """PEFT's own description of the adapters in a model."""
+    configs: dict[str, PeftLoraConfig] = backbone.peft_config  # type: ignore[assignment]
+    return configs["default"]
+
+
+def adapter_weights(backbone: PreTrainedModel) -> dict[str, Tensor]:
+    """What is trained, under the names of a PEFT adapter file. Collective."""
+    from peft import get_peft_model_state_dict
+
+    trained = {name: whole(p.detach()) for name, p in backbone.named_parameters() if is_adapter_name(name)}
+    # PEFT would ask the hub whether the vocabulary has grown; it can't have.
+    weights = get_peft_model_state_dict(backbone, state_dict=trained, save_embedding_layers=False)
+    return {PEFT_PREFIX + name: weight for name, weight in weights.items()}
+
+
+def write_adapter(
+    folder: Path, backbone: PreTrainedModel, weights: dict[str, Tensor], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write a PEFT adapter folder, which `PeftModel.from_pretrained` puts on the base model.
+
+    Args:
+        folder: An empty one.
+        backbone: The model with the adapters; tells their settings and the fingerprint of the base.
+        weights: From `adapter_weights`.
+        dtype: The adapters are stored in it; None leaves them as they are.
+    """
+    stored = {name: weight.to("cpu", dtype or weight.dtype).contiguous() for name, weight in weights.items()}
+    metadata = {"format": "pt", FINGERPRINT_KEY: base_fingerprint(backbone)}
+    save_file(stored, folder / WEIGHTS_FILE, metadata=metadata)
+    config = copy.deepcopy(peft_config(backbone))
+    config.inference_mode = True
+    config.save_pretrained(str(folder))  # last: without it no loader accepts the folder
+
+
+def load_adapter(backbone: PreTrainedModel, lora: LoraConfig) -> None:
+    """Copy the adapter of ``lora.adapter_path`` into the adapters of a model.
+
+    Raises:
+        ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
+    """
+    from peft import set_peft_model_state_dict
+
+    folder = Path(str(lora.adapter_path))
+    check_adapter_config(folder, lora)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        fingerprint = (file.metadata() or {}).get(FINGERPRINT_KEY)
+    if fingerprint not in (None, base_fingerprint(backbone)):
+        raise ValueError(
+            f"`lora.adapter_path: {folder}` was trained on another base than `path: {backbone.name_or_path}`:"
+            " their frozen weights differ. Use the base that it was trained on."
+        )
+    ours = {name.removeprefix(PEFT_PREFIX): weight for name, weight in adapter_weights(backbone).items()}
+    if wrong := sorted(weights.keys() ^ ours.keys()):
+        where = "the folder only" if wrong[0] in weights else "these settings only"
+        raise ValueError(
+            f"`lora.adapter_path: {folder}` has other adapters than `lora` asks for: {len(wrong)} weights differ, the"
+            f" first, `{wrong[0]}`, is in {where}. Set `target_modules` and `modules_to_save` as in `{CONFIG_FILE}`."
+        )
+    set_peft_model_state_dict(backbone, weights)
+
+
+def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
+    """What a PEFT folder says of itself, if it fits.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    name = f"`lora.adapter_path: {folder}`"
+    if not (folder / CONFIG_FILE).is_file():
+        nested = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
+        hint = f"Give `{nested.parent}`." if nested else "Give a folder that `HFCheckpoint` or PEFT wrote."
+        raise ValueError(f"{name} is no PEFT adapter folder: it has no `{CONFIG_FILE}`. {hint}")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"{name} has no `{WEIGHTS_FILE}`. Pickled adapters (`.bin`) are not read: convert it with PEFT."
+        )
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{name} holds adapters of type {config.get('peft_type')}, but only LORA can be trained here.")
+    if used := [key for key in UNSUPPORTED if config.get(key)]:
+        raise ValueError(f"{name} uses `{used[0]}`, which can't be trained here. Merge it into its base with PEFT.")
+    for key, theirs, ours in (("rank", config["r"], lora.rank), ("alpha", config["lora_alpha"], lora.alpha)):
+        if theirs != ours:
+            raise ValueError(f"{name} has {key} {theirs}, but `lora.{key}` is {ours}. Set `lora.{key}: {theirs}`.")
+    return config
+
+
+def check_names(backbone: PreTrainedModel, lora: LoraConfig) -> None:
+    """Refuse names that no module has, and modules whose weight is tied to another's.
+
+    Raises:
+        ValueError: With the closest names.
+    """
+    modules = [name for name, _ in backbone.named_modules() if name]
+    targets = lora.target_modules
+    if targets == "all-linear":
+        targeted = []
+    elif isinstance(targets, str):
+        targeted = [name for name in modules if re.fullmatch(targets, name)]
+        if not targeted:
+            raise ValueError(f"`lora.target_modules: {targets}` is a pattern that no module's whole name matches.")
+    else:
+        targeted = _named(modules, targets, "target_modules")
+    _named(modules, lora.exclude_modules, "exclude_modules")
+    _check_untied(backbone, targeted, "target_modules")
+    _check_untied(backbone, _named(modules, lora.modules_to_save, "modules_to_save"), "modules_to_save")
+
+
+def _named(modules: list[str], ends: list[str], option: str) -> list[str]:
+    """The modules whose names end so."""
+    chosen = []
+    for end in ends:
+        matching = [name for name in modules if name == end or name.endswith(f".{end}")]
+        if not matching:
+            leaves = sorted({leaf for name in modules if not (leaf := name.rpartition(".")[2]).isdecimal()})
+            close = difflib.get_close_matches(end, leaves, n=3, cutoff=0.4) or leaves
+            names = ", ".join(f"`{name}`" for name in close)
+            raise ValueError(f"`lora.{option}`: the model has no module `{end}`. It has {names}.")
+        chosen += matching
+    return chosen
+
+
+def _check_untied(backbone: nn.Module, chosen: list[str], option: str) -> None:
+    owners: dict[int, set[str]] = {}
+    for name, parameter in backbone.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    for tied in owners.values():
+        if len(tied) > 1 and (names := sorted(tied & set(chosen))):
+            raise ValueError(
+                f"`lora.{option}` names `{names[0]}`, whose weight is tied to `{min(tied - {names[0]})}`: training one"
+                " of them would untie them in silence. Leave it out."
+            )
+
+
+def _switch_adapters(backbone: PreTrainedModel, *, on: bool) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    # Not transformers' `enable_adapters`: it leaves `modules_to_save` switched off.
+    for module in backbone.modules():
+        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
+            module.enable_adapters(enabled=on)
