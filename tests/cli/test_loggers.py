@@ -1,0 +1,72 @@
+"""A metrics file that outlives its process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger, read_rows
+
+
+def log(logger: ResumableCSVLogger, *entries: tuple[dict[str, float], int]) -> list[dict[str, str]]:
+    for metrics, step in entries:
+        logger.log_metrics(metrics, step)
+    return read_rows(Path(logger.log_dir, "metrics.csv"))
+
+
+@pytest.fixture
+def killed(folder: Path) -> Path:
+    """A run of three steps, with a validation at step 1."""
+    log(ResumableCSVLogger(version=0), ({"a": 0.5}, 0), ({"a": 1.5}, 1), ({"val": 9.0}, 1), ({"a": 2.5}, 2))
+    return folder / "runs/version_0"
+
+
+def test_rows_reach_the_disk_at_once(killed):
+    assert len(read_rows(killed / "metrics.csv")) == 4
+
+
+def test_resumed_run_replaces_what_it_computes_anew(killed):
+    rows = log(ResumableCSVLogger(version=0), ({"a": 7.0}, 1))
+    assert rows == [
+        {"a": "0.5", "step": "0", "val": ""},
+        {"a": "", "step": "1", "val": "9.0"},
+        {"a": "7.0", "step": "1", "val": ""},
+    ]
+
+
+def test_resumed_run_keeps_all_rows_until_it_logs(killed):
+    """Killed once more before its first step, it has lost nothing."""
+    before = read_rows(killed / "metrics.csv")
+    _ = ResumableCSVLogger(version=0).experiment
+    assert read_rows(killed / "metrics.csv") == before
+
+
+def test_resumed_run_may_log_new_metrics(killed):
+    rows = log(ResumableCSVLogger(version=0), ({"a": 3.5, "b": 1.0}, 3))
+    assert rows[-1] == {"a": "3.5", "b": "1.0", "step": "3", "val": ""}
+    assert rows[0] == {"a": "0.5", "b": "", "step": "0", "val": ""}
+
+
+def test_torn_row_is_left_out(killed):
+    with (killed / "metrics.csv").open("a") as file:
+        file.write("3.")
+    assert [row["step"] for row in read_rows(killed / "metrics.csv")] == ["0", "1", "1", "2"]
+
+
+def test_newest_run_is_the_one_with_the_highest_number(folder):
+    for version in (2, 10, 9):
+        (folder / f"runs/version_{version}").mkdir(parents=True)
+        (folder / f"runs/version_{version}" / CONFIG_FILE).touch()
+    (folder / "runs/version_11").mkdir()  # an evaluation
+    assert ResumableCSVLogger().newest_run() == 10
+
+
+def test_chosen_version_stays(killed):
+    (killed / CONFIG_FILE).touch()
+    (killed / "checkpoints").mkdir()
+    (killed / "checkpoints/last.ckpt").touch()
+    chosen, free = ResumableCSVLogger(version=5), ResumableCSVLogger()
+    chosen.continue_newest_run()
+    free.continue_newest_run()
+    assert (chosen.version, free.version) == (5, 0)
