@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import logging
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from tests.data.recorder import Recorder, make_trainer
 from tests.tiny import tiny_tokenizer
@@ -21,6 +23,11 @@ THINKING_TEMPLATE = (
     "{{ rest }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking is defined and enable_thinking is false %}<t></t>{% endif %}{% endif %}"
+)
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if 'tool_calls' in m %}"
+    "{% for call in m['tool_calls'] %}{{ call['function']['name'] }}(){% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MARKED_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
@@ -83,15 +90,30 @@ def test_tool_calls_are_supervised_and_tool_results_are_not():
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "It is 3", "tool_calls": None},
     ]
-    template = (
-        "{{ tools | tojson }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-        "{% for call in m['tool_calls'] %}{{ call['function']['name'] }}(){% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
 
-    texts = supervised_texts(messages, template=template, tools='[{"type": "function"}]')
+    texts = supervised_texts(messages, template="{{ tools | tojson }}" + TOOL_TEMPLATE, tools='[{"type": "function"}]')
 
     assert texts == ["add()<|end|>", "It is 3<|end|>"]
+
+
+def test_parquet_and_jsonl_teach_the_same(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *chat("Add"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3"},
+    ]
+    rows = [{"messages": messages, "tools": "[]"}, {"messages": chat("1", "2"), "tools": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    data = ChatDataModule("a", batch_size=2, max_length=256)
+
+    from_parquet = data.read(str(tmp_path / "a.parquet"), tokenizer).chats
+    from_jsonl = data.read(write_jsonl(tmp_path / "a.jsonl", [row["messages"] for row in rows]), tokenizer).chats
+
+    assert from_parquet == from_jsonl
 
 
 def test_an_opening_assistant_turn_answers_nothing():
