@@ -21,6 +21,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, without_frozen
+from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.schedules import make_schedule
@@ -29,6 +31,7 @@ from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
 SHAPES_KEY = "weight_shapes"
+BASES_KEY = "base_fingerprints"
 
 
 @runtime_checkable
@@ -73,6 +76,12 @@ class PostTrainingModule(LightningModule):
         except OSError:  # the folder has none
             ids = None
         return sorted({self.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
+
+    @cached_property
+    def base_fingerprints(self) -> dict[str, str]:
+        """What tells the frozen weights under each role's adapters from others; empty without adapters. Collective."""
+        roles = {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}
+        return {name: base_fingerprint(r.backbone) for name, r in roles.items() if has_adapters(r.backbone)}
 
     @property
     def contract(self) -> PostTrainingStrategy:
@@ -148,6 +157,8 @@ class PostTrainingModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[SHAPES_KEY] = self._weight_shapes()
+        checkpoint[BASES_KEY] = self.base_fingerprints
+        checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -160,6 +171,12 @@ class PostTrainingModule(LightningModule):
                 f"`ckpt_path` holds another model: weight `{name}` has shape {theirs.get(name, 'none')} there and"
                 f" {ours.get(name, 'none')} here ({len(wrong)} weights differ). Use the model settings of that run."
             )
+        if wrong := [role for role, base in self.base_fingerprints.items() if checkpoint[BASES_KEY][role] != base]:
+            raise ValueError(
+                f"`ckpt_path` holds adapters for another base than `path` of the {wrong[0]}: the frozen weights differ."
+                " Use the base model of that run."
+            )
+        checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
 
     def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:
         """One entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
