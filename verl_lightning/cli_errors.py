@@ -25,6 +25,7 @@ UNKNOWN = re.compile(
 )
 NO_CLASS = re.compile(r"Expected a dot import path string: (.*)")
 MISSING = re.compile(r"the following arguments are required: (?:\w+\.(?=model\b))?(?P<keys>.*)")
+BASE_CLASSES = ("LightningModule", "LightningDataModule", "Callback", "RolloutCallback")
 NOISE = re.compile(
     r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
     r"|Expected a path but .* either not accessible or invalid|Subclass types expect one of:|a class path \(str\)"
@@ -124,6 +125,8 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
         return f"{name}: put the settings of a class under `init_args`, beside `class_path`."
     if failure.unknown_key in SUBCOMMANDS:
         return f"the subcommand comes first: `verl-fit {failure.unknown_key} ...`."
+    if failure.unknown_key and failure.owner in BASE_CLASSES:
+        return f"{name}: say which class it is, as `{failure.key}.class_path`, before its settings."
     if failure.unknown_key:
         hint = did_you_mean(failure.unknown_key, known_keys) or f" `{command}` lists all settings."
         return f"`{failure.unknown_key}` is not a setting of `{failure.owner}`.{hint}"

@@ -89,6 +89,12 @@ def test_setting_of_our_modules_is_found_without_its_group(refuse):
     assert said == "`actor.path` is not a setting of `verl-fit`. Did you mean `model.actor.path`?"
 
 
+def test_settings_without_a_class_ask_for_it(refuse, folder):
+    (folder / "amends.yaml").write_text("model: {init_args: {optim: {lr: 1}}}")
+    said = refuse("--config", "amends.yaml")
+    assert said == "in `amends.yaml`: `model`: say which class it is, as `model.class_path`, before its settings."
+
+
 def test_run_without_a_model_is_refused(refuse):
     assert refuse("fit") == "`verl-fit` needs `model`."
 

@@ -1,0 +1,104 @@
+"""The command with this package's own parts: every configuration parses, every option is explained, PPO trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import set_parsing_settings
+
+from tests.cli.toy import ParsedCLI
+from tests.run_rewards import __file__ as REWARDS
+from verl_lightning.callbacks import HFRollout
+from verl_lightning.cli import shipped_configs
+from verl_lightning.cli_parser import class_parser
+from verl_lightning.data import ChatDataModule, PromptDataModule
+from verl_lightning.lightning_cli import CLI
+from verl_lightning.loggers import read_rows
+from verl_lightning.modules import PPOModule, SFTModule
+from verl_lightning.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+FILES = [*shipped_configs().values(), *sorted((ROOT / "examples").rglob("*.yaml"))]
+CONFIGS = [path for path in FILES if "class_path" in yaml.safe_load(path.read_text())["model"]]  # not those that amend
+
+
+class CheckedCLI(ParsedCLI):
+    """Reads and checks a command line, and builds nothing."""
+
+    def instantiate_classes(self) -> None: ...
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(path.parents[2])))
+def test_every_configuration_of_the_repository_parses(path):
+    config = CheckedCLI(["--config", str(path)]).config.fit
+    assert config.model.class_path.startswith("verl_lightning.modules.")
+
+
+@pytest.mark.parametrize(
+    "kind", [PPOModule, SFTModule, PromptDataModule, ChatDataModule, HFRollout, *STRATEGIES.values()]
+)
+def test_every_option_is_explained(kind):
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    page = class_parser(kind)
+    silent = [action.dest for action in page._actions if not (action.help or "").strip()]
+    assert silent == []
+
+
+@pytest.fixture
+def ppo_config(folder: Path, tiny_folder: Path, prompt_file: Path) -> Path:
+    """Two iterations of GRPO on the tiny model."""
+    config = {
+        "trainer": {"max_steps": 2, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False},
+        "model": {
+            "class_path": "PPOModule",
+            "init_args": {
+                "actor": {"path": str(tiny_folder)},
+                "reward": {"function": f"{REWARDS}:even_share", "num_workers": 1},
+                "advantage": "GRPO",
+                "update": {"mini_batch_size": 2, "micro_batch_size": 4},
+            },
+        },
+        "data": {
+            "class_path": "PromptDataModule",
+            "init_args": {
+                "train_files": str(prompt_file),
+                "prompts_per_step": 4,
+                "val_batch_size": 4,
+                "max_prompt_length": 32,
+            },
+        },
+        "rollout": {"class_path": "HFRollout", "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 4}}},
+    }
+    path = folder / "ppo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_ppo_trains_and_its_saved_settings_repeat_it(ppo_config, folder):
+    assert CLI(["--config", str(ppo_config)]).trainer.global_step == 2
+    CLI(["--config", "runs/version_0/config.yaml"])
+    first, second = (read_rows(folder / f"runs/version_{version}/metrics.csv") for version in (0, 1))
+    learnt = [name for name in first[0] if not name.startswith(("timing", "perf"))]
+    assert "actor/grad_norm" in learnt
+    assert [[row[name] for name in learnt] for row in first] == [[row[name] for name in learnt] for row in second]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "--model.actor.optim.lrr 1",
+            "`model.actor.optim.lrr` is not a setting of `PPOModule`. Did you mean `model.ac",
+        ),
+        ("--model.advantage GRP", "`model.advantage`: there is no class `GRP` to choose here. Did you mean `GRPO`?"),
+        ("--model.update.micro_batch_size 0", "`update.micro_batch_size` must be"),
+        ("--rollout.sampling.temperatur 1", "`rollout.sampling.temperatur` is not a setting of `HFRollout`. Did you"),
+        ("--data.prompt_per_step 1", "`data.prompt_per_step` is not a setting of `PromptDataModule`. Did you mean"),
+    ],
+)
+def test_mistake_in_our_settings_is_one_sentence(refuse, ppo_config, words, sentence):
+    said = refuse("--config", str(ppo_config), *words.split())
+    assert said.startswith(sentence)
+    assert len(said.splitlines()) == 1
