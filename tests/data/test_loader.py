@@ -102,6 +102,24 @@ def test_an_epoch_that_was_cut_short_is_followed_by_the_next():
     assert list(train_loader(100, limit_batches=0.1)) == epochs[0][:5]
 
 
+def test_an_epoch_that_was_left_early_is_followed_by_the_next():
+    whole = train_loader(100)
+    second = [list(whole), list(whole)][1]
+    left = train_loader(100)
+    next(iter(left))
+
+    assert list(left) == second
+
+
+def test_the_end_of_an_epoch_resumes_with_a_whole_epoch():
+    saved = train_loader(10)
+    list(saved)
+    resumed = train_loader(10)
+    resumed.load_state_dict(saved.state_dict())
+
+    assert list(resumed) == list(saved)
+
+
 def test_other_data_than_in_the_checkpoint_starts_the_epoch_again():
     saved = train_loader(20)
     next(iter(saved))

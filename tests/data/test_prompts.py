@@ -100,6 +100,12 @@ def test_a_prompt_over_the_limit_stops_the_run_and_says_what_to_do(tmp_path):
         fit_once(make_data(file, max_prompt_length=8))
 
 
+def test_a_prompt_may_be_as_long_as_the_limit(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("1"), make_row("123456")])
+
+    assert fit_once(make_data(file, max_prompt_length=9)).train_batches[0]["prompt_ids"].shape == (2, 9)
+
+
 def test_dropping_leaves_long_prompts_out_and_says_how_many(tmp_path, caplog):
     rows = [make_row("1"), make_row("123456"), make_row("2")]
     data = make_data(write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=8, overlong="drop", shuffle=False)
