@@ -27,12 +27,14 @@ def test_rows_reach_the_disk_at_once(killed):
 
 
 def test_resumed_run_replaces_what_it_computes_anew(killed):
+    """Training step 1 again, and so the validation behind it too."""
     rows = log(ResumableCSVLogger(version=0), ({"a": 7.0}, 1))
-    assert rows == [
-        {"a": "0.5", "step": "0", "val": ""},
-        {"a": "", "step": "1", "val": "9.0"},
-        {"a": "7.0", "step": "1", "val": ""},
-    ]
+    assert rows == [{"a": "0.5", "step": "0"}, {"a": "7.0", "step": "1"}]
+
+
+def test_run_resumed_at_a_validation_keeps_the_training_step_before_it(killed):
+    rows = log(ResumableCSVLogger(version=0), ({"val": 8.0}, 1))
+    assert [(row["a"], row["val"]) for row in rows] == [("0.5", ""), ("1.5", ""), ("", "8.0")]
 
 
 def test_resumed_run_keeps_all_rows_until_it_logs(killed):
@@ -48,9 +50,11 @@ def test_resumed_run_may_log_new_metrics(killed):
     assert rows[0] == {"a": "0.5", "b": "", "step": "0", "val": ""}
 
 
-def test_torn_row_is_left_out(killed):
+@pytest.mark.parametrize("torn", ["3.", "3.5,3,9.12"])
+def test_torn_row_is_left_out(killed, torn):
+    """Even one with all columns may lack the end of its last number."""
     with (killed / "metrics.csv").open("a") as file:
-        file.write("3.")
+        file.write(torn)
     assert [row["step"] for row in read_rows(killed / "metrics.csv")] == ["0", "1", "1", "2"]
 
 

@@ -119,6 +119,11 @@ def test_printed_config_is_a_config(parse, folder, capsys):
     assert capsys.readouterr().out == printed
 
 
+def test_checkpoint_is_not_read_while_parsing(parse):
+    """Lightning would load it whole for hyper-parameters; here it is a file that can't be loaded."""
+    assert parse("--ckpt_path", "base.yaml").config.fit.ckpt_path == "base.yaml"
+
+
 def test_validate_and_test_take_the_same_file():
     assert ParsedCLI(["validate", "--config", "base.yaml", "--verbose", "false"]).subcommand == "validate"
     assert ParsedCLI(["test", "--config", "base.yaml"]).subcommand == "test"
