@@ -84,17 +84,24 @@ class ResumableCSVLogger(CSVLogger):
     def log_metrics(self, metrics: Mapping[str, Tensor | float], step: int | None = None) -> None:
         writer = self.experiment
         if self._old_rows and step is not None:
-            kept = [row for row in self._old_rows if not is_superseded(row, metrics, step)]
+            kept = rows_before(self._old_rows, metrics, step)
             writer.metrics_keys = write_rows(Path(writer.metrics_file_path), kept)
             self._old_rows = []
         super().log_metrics(dict(metrics), step)
 
 
-def is_superseded(row: Mapping[str, str], metrics: Mapping[str, object], step: int) -> bool:
-    """Whether the run that goes on with these metrics at this step computes an old row once more."""
-    row_step = int(row["step"])
-    again = {name for name, value in row.items() if value} & set(metrics) - {"epoch"}
-    return row_step > step or (row_step == step and bool(again))
+def rows_before(rows: Sequence[Mapping[str, str]], metrics: Mapping[str, object], step: int) -> list[Mapping[str, str]]:
+    """The old rows that a run which goes on with these metrics at this step does not compute once more.
+
+    Rows lie in the order in which they were computed, so that all from the first recomputed one on are left out: of
+    the same step, a validation follows the training metrics.
+    """
+    for index, row in enumerate(rows):
+        row_step = int(row["step"])
+        names = {name for name, value in row.items() if value} - {"epoch", "step"}
+        if row_step > step or (row_step == step and not names.isdisjoint(metrics)):
+            return list(rows[:index])
+    return list(rows)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

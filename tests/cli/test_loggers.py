@@ -27,12 +27,11 @@ def test_rows_reach_the_disk_at_once(killed):
 
 
 def test_resumed_run_replaces_what_it_computes_anew(killed):
-    """Training step 1 again, and so the validation behind it too."""
     rows = log(ResumableCSVLogger(version=0), ({"a": 7.0}, 1))
-    assert rows == [{"a": "0.5", "step": "0"}, {"a": "7.0", "step": "1"}]
+    assert rows == [{"a": "0.5", "step": "0", "val": ""}, {"a": "7.0", "step": "1", "val": ""}]
 
 
-def test_run_resumed_at_a_validation_keeps_the_training_step_before_it(killed):
+def test_run_resumed_before_a_validation_keeps_the_training_row_of_its_step(killed):
     rows = log(ResumableCSVLogger(version=0), ({"val": 8.0}, 1))
     assert [(row["a"], row["val"]) for row in rows] == [("0.5", ""), ("1.5", ""), ("", "8.0")]
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from verl_lightning.cli import show_error
 from verl_lightning.lightning_cli import CLI
-from verl_lightning.loggers import is_superseded
+from verl_lightning.loggers import rows_before
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
@@ -142,7 +142,7 @@ def test_error_raised_by_this_package_is_one_sentence(capsys):
     assert capsys.readouterr().err == "verl-fit: error: `lora.rank` must be at least 1, got 0.\n"
 
 
-@pytest.mark.parametrize("mistake", [lambda: 1 / 0, lambda: is_superseded({"step": "x"}, {}, 0)])
+@pytest.mark.parametrize("mistake", [lambda: 1 / 0, lambda: rows_before([{"step": "x"}], {}, 0)])
 def test_error_that_nobody_raised_on_purpose_keeps_its_traceback(mistake, capsys):
     with pytest.raises((ZeroDivisionError, ValueError)) as caught:
         mistake()
