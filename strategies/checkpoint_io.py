@@ -34,6 +34,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         draft.replace(final)
         sync_folder(final.parent)
 
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+
+        if is_sharded(Path(path)):  # written by `fsdp`
+            return read_whole(Path(path), weights_only=weights_only)
+        return super().load_checkpoint(path, map_location, weights_only)
+
 
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder survive a power cut."""

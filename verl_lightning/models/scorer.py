@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from lightning.fabric.utilities import rank_zero_info
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs
 from verl_lightning.models.config import ModelConfig
@@ -94,10 +95,40 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     Raises:
         ValueError: If there is no model at ``config.path``.
     """
-    backbone = load_backbone(config, AutoModel if head == "value" else AutoModelForCausalLM)
-    value_head = None
-    if head != "policy":
-        value_head = make_value_head(backbone, Path(config.path))
+    backbone = load_backbone(config, _auto_class(head))
+    value_head = None if head == "policy" else make_value_head(backbone)
+    if value_head is not None:
+        read_value_head(value_head, Path(config.path))
+    return _assemble(backbone, value_head, config, head, trainable)
+
+
+def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+    """The scorer that `build_scorer` builds, on the meta device: no weight is read, none takes memory.
+
+    Args:
+        config: Which model, and how it is trained.
+        head: What it scores.
+        trainable: False freezes every weight.
+    """
+    if config.lora is not None:
+        config = replace(config, lora=replace(config.lora, adapter_path=None))
+    with torch.device("meta"):
+        backbone = _auto_class(head).from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(config.path),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+        )
+        value_head = None if head == "policy" else make_value_head(backbone)
+        return _assemble(backbone, value_head, config, head, trainable)
+
+
+def _auto_class(head: Head) -> type[AutoModel] | type[AutoModelForCausalLM]:
+    return AutoModel if head == "value" else AutoModelForCausalLM
+
+
+def _assemble(
+    backbone: PreTrainedModel, value_head: nn.Linear | None, config: ModelConfig, head: Head, trainable: bool
+) -> TokenScorer:
     if config.lora is not None and trainable:
         backbone = add_adapters(
             backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM"
@@ -108,14 +139,18 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
 
 
-def make_value_head(backbone: PreTrainedModel, folder: Path) -> nn.Linear:
-    """A value head for a trunk: the one in its folder, else zeros, since random ones make the first updates huge."""
+def make_value_head(backbone: PreTrainedModel) -> nn.Linear:
+    """A value head for a trunk: zeros, since a random one makes the first updates huge."""
     head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=backbone.dtype)
     nn.init.zeros_(head.weight)
+    return head
+
+
+def read_value_head(head: nn.Linear, folder: Path) -> None:
+    """Go on from the value head in a model's folder, if there is one."""
     if (file := folder / VALUE_HEAD_FILE).is_file():
         head.load_state_dict(load_file(file))
         rank_zero_info(f"The value head goes on from `{file}`.")
-    return head
 
 
 def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:

@@ -1,0 +1,324 @@
+"""Fully sharded data parallelism (FSDP2) for several models: each rank holds a part of every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from typing_extensions import override
+
+from verl_lightning.metrics import Metric
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
+from verl_lightning.models.weights import merged_weights, whole
+from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn
+from verl_lightning.strategies.fsdp_checkpoint import (
+    is_sharded,
+    load_sharded_model,
+    load_sharded_optimizer,
+    load_whole_model,
+    load_whole_optimizer,
+    read_settings,
+    save_sharded,
+)
+from verl_lightning.strategies.fsdp_shard import (
+    free_gathered_weights,
+    gradients_kept_local,
+    receive_weights,
+    shard,
+    transformer_blocks,
+)
+from verl_lightning.types import Scores, TokenBatch
+
+FOLDER_KEY = "sharded_folder"
+"""Where a sharded checkpoint's tensors lie, beside its other contents while it is loaded."""
+
+
+class FSDPPrecision(Precision):
+    """Leaves casting to FSDP2: weights are gathered in bfloat16, gradients reduced in float32."""
+
+    precision = "bf16-mixed"
+
+
+class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
+    """Every process holds a part of each weight and sees its share of the data; weights are gathered block by block.
+
+    ``trainer.precision: bf16-mixed`` keeps weights in their own type, computes in bfloat16 and reduces gradients in
+    float32. Checkpoints are folders in torch's distributed format, which any number of processes can load.
+
+    Args:
+        replicate_size: Copies of the model, each sharded over the other processes (HSDP). Put one in each node to
+            keep gathers inside nodes.
+        reshard_after_forward: Free a block's gathered weights after its forward pass and gather them again for its
+            backward pass: less memory, more traffic.
+        accumulate_whole: Add up whole gradients over micro-batches and reduce them once: less traffic, but 4 bytes
+            of memory for each weight on every device. False reduces them after each micro-batch.
+        cpu_offload: Keep weights, gradients and optimizer state in the host's memory, and step there.
+        checkpoint_every: Where a model's ``gradient_checkpointing`` is on, recompute every so many blocks; 1 is all.
+        compile: Compile each block with ``torch.compile``; pays when many batches have the same shape.
+        timeout: Longest wait for the other processes in a collective operation, in seconds.
+        process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
+    """
+
+    def __init__(
+        self,
+        replicate_size: int = 1,
+        reshard_after_forward: bool = True,
+        accumulate_whole: bool = True,
+        cpu_offload: bool = False,
+        checkpoint_every: int = 1,
+        compile: bool = False,
+        timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        for name, value in (("replicate_size", replicate_size), ("checkpoint_every", checkpoint_every)):
+            if value < 1:
+                raise ValueError(f"`fsdp.{name}` must be at least 1, got {value}.")
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout))
+        self.replicate_size = replicate_size
+        self.reshard_after_forward = reshard_after_forward
+        self.accumulate_whole = accumulate_whole
+        self.cpu_offload = cpu_offload
+        self.checkpoint_every = checkpoint_every
+        self.compile = compile
+        self._shard_mesh: DeviceMesh | None = None
+        self._trained: list[TokenScorer] = []
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
+            plugin = FSDPPrecision()
+        if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed"):
+            raise MisconfigurationException(
+                f"`fsdp` knows `trainer.precision` 32-true and bf16-mixed, got {plugin.precision}. For weights that are"
+                " stored in bfloat16, set the model's `dtype: bfloat16`."
+            )
+        self._precision_plugin = plugin
+
+    @override
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        world = self.num_nodes * self.num_processes
+        if environment.creates_processes_externally and environment.world_size() != world:
+            raise MisconfigurationException(
+                f"{environment.world_size()} processes were launched, but `trainer.devices` ({self.num_processes})"
+                f" times `trainer.num_nodes` ({self.num_nodes}) is {world}. Make them equal, or set `devices: auto`."
+            )
+        if world % self.replicate_size:
+            raise MisconfigurationException(
+                f"`fsdp.replicate_size` ({self.replicate_size}) must divide the number of processes ({world})."
+            )
+        self._data_parallel_size, self._tensor_parallel_size = world, 1
+        super().setup_environment()
+        self._shard_mesh = self._make_mesh(world)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        # Norms of offloaded gradients are summed where they are: on the host.
+        return "cpu:gloo,cuda:nccl" if self.cpu_offload and backend == "nccl" else backend
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.checkpoint_every > 1 and not any(_recomputes(model) for model in self._trained):
+            raise MisconfigurationException(
+                f"`fsdp.checkpoint_every` ({self.checkpoint_every}) has no effect: no model in training has"
+                " `gradient_checkpointing: true`."
+            )
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.cpu_offload:
+            super().model_to_device()
+
+    @override
+    def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+        source = self._build_on_first_rank(config, head, trainable)
+        model = build_skeleton(config, head, trainable=trainable)
+        blocks = transformer_blocks(model.backbone)
+        for index, block in enumerate(blocks):
+            if index % self.checkpoint_every:
+                block.gradient_checkpointing = False
+            if self.compile:
+                # The forward method alone, so that FSDP's hooks and the recomputation stay outside.
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        assert self._shard_mesh is not None
+        shard(
+            model,
+            blocks,
+            mesh=self._shard_mesh,
+            precision=self._mixed_precision(),
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.cpu_offload,
+        )
+        receive_weights(model, source, device=self.root_device, cpu_offload=self.cpu_offload)
+        if trainable:
+            self._trained.append(model)
+        return model
+
+    @override
+    def forward(
+        self, model: nn.Module, micro_batches: Sequence[TokenBatch], *, with_entropy: bool = False
+    ) -> list[Scores]:
+        count = self._largest_count(micro_batches)
+        padded = [*micro_batches, *[blank(micro_batches[0])] * (count - len(micro_batches))]
+        with torch.inference_mode(False):  # what it creates could not be gathered or trained later
+            scores = super().forward(model, padded, with_entropy=with_entropy)
+        free_gathered_weights(model)
+        return scores[: len(micro_batches)]
+
+    @override
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[BatchT],
+        loss_fn: LossFn[BatchT],
+        *,
+        with_entropy: bool = False,
+    ) -> list[Mapping[str, Metric]]:
+        for _ in range(self._largest_count(micro_batches) - len(micro_batches)):
+            with self.no_gradient_sync(model):
+                self._backward_nothing(model, blank(micro_batches[0]))
+        return super().forward_backward(model, micro_batches, loss_fn, with_entropy=with_entropy)
+
+    @override
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return whole(super().gradient_norm(parameters)).to(self.root_device)
+
+    @override
+    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
+        free_gathered_weights(model)
+        return ((name, whole(weight)) for name, weight in merged_weights(model.backbone))
+
+    @override
+    def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
+        free_gathered_weights(model)
+        return super().adapter_weights(model)
+
+    @override
+    def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        if not self.accumulate_whole:
+            return nullcontext()
+        return gradients_kept_local(cast(FSDPModule, model), keep_weights=not self.reshard_after_forward)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """What Lightning enters for each batch but the last of an accumulation."""
+        with ExitStack() as stack:
+            for model in self._trained:
+                stack.enter_context(self.no_gradient_sync(model))
+            yield
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("`fsdp` writes checkpoints of its own and takes no `storage_options`.")
+        save_sharded(checkpoint, Path(self.broadcast(filepath)), is_writer=self.is_global_zero)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if not is_sharded(path):
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return checkpoint
+        # Tensors follow once the module has seen that they fit; see `load_model_state_dict`.
+        empty: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], FOLDER_KEY: str(path)}
+        return read_settings(path, weights_only=weights_only) | empty
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.model is not None
+        if FOLDER_KEY in checkpoint:
+            load_sharded_model(self.model, Path(checkpoint[FOLDER_KEY]))
+        else:
+            load_whole_model(self.model, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        for index, optimizer in enumerate(self.optimizers):
+            if FOLDER_KEY in checkpoint:
+                load_sharded_optimizer(self.model, optimizer, index, Path(checkpoint[FOLDER_KEY]))
+            else:
+                load_whole_optimizer(optimizer, checkpoint["optimizer_states"][index])
+
+    @override
+    def teardown(self) -> None:
+        self._trained.clear()
+        super().teardown()
+
+    def _make_mesh(self, world: int) -> DeviceMesh:
+        """One axis to shard over; with copies, two."""
+        kind, copies = self.root_device.type, self.replicate_size
+        if copies == 1:
+            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self.precision_plugin.precision == "bf16-mixed":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    def _build_on_first_rank(self, config: ModelConfig, head: Head, trainable: bool) -> TokenScorer | None:
+        """The whole model on rank 0's host; its failure is everybody's, lest the others wait for weights."""
+        source, is_built = None, False
+        try:
+            if self.is_global_zero:
+                source = build_scorer(config, head, trainable=trainable)
+            is_built = True
+        finally:
+            is_everywhere = self.broadcast(is_built)
+        if not is_everywhere:
+            raise RuntimeError(f"rank 0 could not load `path: {config.path}`; its message says why.")
+        return source
+
+    def _largest_count(self, micro_batches: Sequence[TokenBatch]) -> int:
+        """Most micro-batches of any rank: each pass gathers weights from all ranks, so all make as many."""
+        count = torch.tensor(len(micro_batches), device=self.root_device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return int(count)
+
+    def _backward_nothing(self, model: nn.Module, batch: TokenBatch) -> None:
+        """Take part in a pass of the other ranks; adds zero to the gradients."""
+        with self.precision_plugin.forward_context():
+            scores = self._call(model, batch, False)
+        parts = [part for part in (scores.log_probs, scores.values) if part is not None]
+        loss = sum(torch.where(batch.response_mask, part, 0.0).sum() for part in parts)
+        self.backward(cast(Tensor, loss), None)
+
+
+def blank(batch: BatchT) -> BatchT:
+    """One row of a batch from which nothing is learnt."""
+    row = batch.select(slice(0, 1))
+    return replace(row, response_mask=torch.zeros_like(row.response_mask))
+
+
+def _recomputes(model: TokenScorer) -> bool:
+    return bool(model.backbone.is_gradient_checkpointing)

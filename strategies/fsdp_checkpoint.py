@@ -1,0 +1,134 @@
+"""Checkpoint folders in torch's distributed format: every rank writes and reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from verl_lightning.models.hf_folder import PARTIAL_SUFFIX, atomic_folder
+from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
+
+SETTINGS_FILE = "meta.pt"
+"""Everything but tensors of models and optimizers; Lightning's own name for it."""
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether there is a checkpoint folder here."""
+    return (path / SETTINGS_FILE).is_file()
+
+
+def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> None:
+    """Write a checkpoint folder, whole or not at all: a kill leaves what was there before. Collective.
+
+    Args:
+        checkpoint: Lightning's, with sharded states of the model and of the optimizers by parameter names.
+        path: The folder.
+        is_writer: Whether this rank moves the finished folder to its place.
+    """
+    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+    draft = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    with atomic_folder(path) if is_writer else nullcontext(draft) as folder:
+        dist.barrier()  # the folder exists
+        save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True, overwrite=True))
+        if is_writer:
+            torch.save(checkpoint, folder / SETTINGS_FILE)
+    if is_writer:
+        draft.unlink(missing_ok=True)  # a checkpoint file that the folder took the place of
+    dist.barrier()
+
+
+def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """What a checkpoint folder holds beside tensors."""
+    settings: dict[str, Any] = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
+    return settings
+
+
+def load_sharded_model(model: nn.Module, path: Path) -> None:
+    """Read this rank's part of each weight in place; frozen weights that no checkpoint holds stay. Collective.
+
+    Raises:
+        CheckpointException: If a weight in training is missing.
+    """
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    state = get_model_state_dict(model)
+    wanted = {name: t for name, t in state.items() if f"state_dict.{name}" in stored or name not in frozen}
+    load({"state_dict": wanted}, storage_reader=FileSystemReader(path))
+
+
+def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, path: Path) -> None:
+    """Read this rank's part of an optimizer's state. Collective."""
+    key = f"optimizer_{index}"
+    state = {key: get_optimizer_state_dict(model, optimizer)}
+    load(state, storage_reader=FileSystemReader(path))
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key])
+
+
+def load_whole_model(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Take this rank's part of each weight of a state dict that every rank has.
+
+    Raises:
+        KeyError: If ``strict`` and a weight is missing.
+    """
+    targets = model.state_dict()
+    if strict and (missing := sorted(targets.keys() - state.keys())):
+        raise KeyError(f"the checkpoint lacks {len(missing)} weights of the model, such as `{missing[0]}`.")
+    for name in targets.keys() & state.keys():
+        if isinstance(state[name], DTensor):  # the model's own frozen weight
+            continue
+        copy_whole(targets[name], state[name])
+
+
+def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Take this rank's part of an optimizer's state as an unsharded run has written it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        index: {name: _shard_like(parameters[index], value) for name, value in slots.items()}
+        for index, slots in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
+
+
+def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint folder as the checkpoint of an unsharded run, for strategies without sharding."""
+    tensors: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(tensors, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    count = sum(key.startswith("optimizer_") for key in tensors)
+    optimizers = [_by_index(tensors[f"optimizer_{index}"]) for index in range(count)]
+    return read_settings(path, weights_only=weights_only) | {
+        "state_dict": tensors["state_dict"],
+        "optimizer_states": optimizers,
+    }
+
+
+def _by_index(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with parameters by position instead of by name, as torch's optimizers want it."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    position = {name: index for index, name in enumerate(names)}
+    groups = [group | {"params": [position[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {position[name]: slots for name, slots in state["state"].items()}, "param_groups": groups}
+
+
+def _shard_like(parameter: Tensor, value: Any) -> Any:
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return local_part(parameter, value)
+    return value

@@ -1,0 +1,140 @@
+"""Spreads a model over ranks with FSDP2: what is sharded on its own, and how its weights get there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def transformer_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of a transformers model, first to last.
+
+    Raises:
+        MisconfigurationException: If the model has none that could be told.
+    """
+    blocks: list[nn.Module] = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        names = set(backbone._no_split_modules or ())
+        blocks = [module for module in backbone.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise MisconfigurationException(
+            f"`fsdp` shards a model block by block, but `{type(backbone).__name__}` does not say what its blocks are"
+            " (`_no_split_modules`). Use `ddp`, or a model class that transformers keeps up to date."
+        )
+    return blocks
+
+
+def shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+) -> None:
+    """Shard a model in place: each block on its own, all the rest with the root.
+
+    Gradients are summed over ranks, never averaged.
+
+    Args:
+        model: The root, which every caller enters.
+        blocks: From `transformer_blocks`.
+        mesh: One axis to shard over, or two: replicate, then shard.
+        precision: What is computed and what is reduced in which type.
+        reshard_after_forward: Free a block's gathered weights between its forward and its backward pass.
+        cpu_offload: Keep weights, gradients and optimizer state in the host's memory.
+    """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+        )
+    # The backward pass starts with the root: gathering its weights twice would save nothing.
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=offload)
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The root and the blocks."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """Drop what forward passes have gathered; without a backward pass, the root's would stay, and go stale."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def gradients_kept_local(model: FSDPModule, *, keep_weights: bool) -> Iterator[None]:
+    """Within it, backward passes add up whole gradients on this rank; `keep_weights` keeps gathered weights too."""
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not keep_weights)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+
+
+@torch.no_grad()
+def receive_weights(model: nn.Module, source: nn.Module | None, *, device: torch.device, cpu_offload: bool) -> None:
+    """Fill a sharded model on the meta device from a whole one on rank 0. Collective.
+
+    One tensor at a time travels to every rank, which keeps its part; tied weights travel once and stay tied.
+
+    Args:
+        model: Sharded, without memory yet; gets it here.
+        source: The same model with its weights, on rank 0; None elsewhere.
+        device: For communication and buffers.
+        cpu_offload: Put the weights into the host's memory.
+    """
+    model.to_empty(device=torch.device("cpu") if cpu_offload else device)
+    parameters = dict(source.named_parameters()) if source is not None else {}
+    for name, parameter in model.named_parameters():
+        copy_whole(parameter, _broadcast(parameters.get(name), parameter, device))
+    buffers = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = _broadcast(buffers.get(name), buffer, device)
+
+
+@torch.no_grad()
+def copy_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Take this rank's part of a whole tensor."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(local_part(parameter, whole).to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def local_part(like: DTensor, whole: Tensor) -> DTensor:
+    """A whole tensor that every rank has, sharded like a parameter; without communication."""
+    whole = whole.to(like.to_local().device)
+    with torch.no_grad():
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _broadcast(value: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's value on every rank."""
+    received = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.detach().to(device)
+    received = received.contiguous()
+    dist.broadcast(received, 0)
+    return received
