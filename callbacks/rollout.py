@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.modules.base import PostTrainingModule
@@ -18,6 +19,8 @@ from verl_lightning.types import Rollout
 
 class RolloutCallback(Callback):
     """Adds ``batch["rollout"]`` to each prompt batch and touches nothing else.
+
+    When advantages compare with greedy responses, it adds those too, as ``batch["greedy_rollout"]``.
 
     The policy's weights go to the engine whenever an optimizer step has changed them, so that every response comes
     from the newest policy.
@@ -58,6 +61,9 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
         batch["rollout"] = self._sample(trainer, pl_module, batch, self.sampling, "train")
+        if getattr(pl_module, "needs_greedy_rollout", False):
+            greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
+            batch["greedy_rollout"] = self._sample(trainer, pl_module, batch, greedy, "greedy")
 
     @override
     def on_validation_batch_start(
@@ -80,6 +86,10 @@ class RolloutCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         batch["rollout"] = self._sample(trainer, pl_module, batch, self.val_sampling, "test")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -64,6 +64,9 @@ class Scores:
     entropy: Float[Tensor, "batch response"] | None = None
     """Of the distribution that each response token was drawn from, in nats, float32."""
 
+    sum_squared_probs: Float[Tensor, "batch response"] | None = None
+    """``sum(p**2)`` over the vocabulary of that distribution, float32."""
+
     values: Float[Tensor, "batch response"] | None = None
     """Expected return before each response token, in units of reward, float32."""
 
@@ -94,6 +97,9 @@ class Experience(TokenBatch):
 
     advantages: Float[Tensor, "batch response"]
     """How much better each token was than expected, in units of reward; constant."""
+
+    loss_weights: Float[Tensor, "batch response"] | None = None
+    """Importance weights of the policy loss, dimensionless, constant; None weighs all alike."""
 
     ref_log_probs: Float[Tensor, "batch response"] | None = None
     """Of the same tokens under the frozen reference, in nats; None when no KL is used."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs
+from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs, token_sum_squared_probs
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
@@ -39,6 +39,7 @@ class TokenScorer(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
         self.head = head
+        self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
         """Scores of the response tokens, each predicted from the position before it.
@@ -65,6 +66,9 @@ class TokenScorer(nn.Module):
             log_probs = token_log_probs(logits, batch.response_ids, temperature=batch.temperature)
             return Scores(log_probs=log_probs, values=values)
         log_probs, entropy = log_probs_and_entropy(logits, batch.response_ids, temperature=batch.temperature)
+        if self.scores_squares and not torch.is_grad_enabled():
+            squares = token_sum_squared_probs(logits, temperature=batch.temperature)
+            return Scores(log_probs=log_probs, entropy=entropy, sum_squared_probs=squares, values=values)
         return Scores(log_probs=log_probs, entropy=entropy, values=values)
 
     @contextmanager

@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, wit
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -42,6 +43,14 @@ class PhaseListener(Protocol):
         """Called as each phase begins."""
 
 
+class _TeardownOnException(Callback):
+    """Has the module free what it holds when a run fails: Lightning calls ``teardown`` after good runs only."""
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        pl_module.teardown("")
+
+
 class PostTrainingModule(LightningModule):
     """A policy in training.
 
@@ -57,6 +66,8 @@ class PostTrainingModule(LightningModule):
         # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
         # not here: the update is over when `training_step` returns.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+        # A schedule counts iterations, and the actor takes no optimizer step while its critic warms up.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     @property
     def policy(self) -> TokenScorer:
@@ -123,7 +134,7 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
-        return []
+        return [_TeardownOnException(), FinishInterruptedStep()]
 
     @override
     def setup(self, stage: str) -> None:

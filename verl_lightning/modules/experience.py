@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from verl_lightning.functional.value_loss import explained_variance
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs
+from verl_lightning.modules.corrections import RolloutCorrection, correct_rollout
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.micro_batches import join_columns, split_micro_batches
 from verl_lightning.modules.ppo_config import KLConfig
@@ -52,6 +54,15 @@ class ExperienceMaker:
     micro_batch_size: int
     """Most sequences scored at once on a rank."""
 
+    corrections: Sequence[RolloutCorrection]
+    """For the difference between the engine's policy and the trainer's; none leaves it alone."""
+
+    old_log_probs: Literal["trainer", "engine"]
+    """Whose log-probs the ratios compare with."""
+
+    mask_truncated: bool
+    """Whether truncated responses are left out of training."""
+
     phase: Phase
     """Marks and times what is done."""
 
@@ -66,20 +77,22 @@ class ExperienceMaker:
             greedy: Rewards of greedy responses to the same prompts, for estimators that need them.
             kl_coef: Current weight of the KL penalty.
         """
-        mask = rollout.response_mask & verdict.is_valid[:, None]
-        with self.phase("old_log_prob"):
-            scores = self._score(self.actor, rollout, with_entropy=True)
+        is_valid = verdict.is_valid
+        if greedy is not None:  # nothing to compare with where the greedy response got no reward
+            is_valid = is_valid & greedy.is_valid[rollout.prompt_index]
+        mask = rollout.response_mask & is_valid[:, None]
+        scores = self._policy_scores(rollout)
+        old_log_probs = scores.log_probs
         with self.phase("ref"):
             ref_log_probs = self._reference_log_probs(rollout)
         with self.phase("values"):
             values = scores.values if self.critic is None else self._score(self.critic, rollout).values
-        assert scores.log_probs is not None
-        assert scores.entropy is not None
+        assert old_log_probs is not None
         with self.phase("adv"):
             token_rewards = place_sequence_rewards(verdict.rewards, mask)
-            metrics = {"actor/entropy": masked_mean(scores.entropy, mask)}
+            metrics = {} if scores.entropy is None else {"actor/entropy": masked_mean(scores.entropy, mask)}
             if ref_log_probs is not None and self.kl is not None:
-                kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scores.log_probs, ref_log_probs, mask)
+                kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(old_log_probs, ref_log_probs, mask)
                 metrics["actor/ref_kl"] = masked_mean(kl, mask)
                 if self.kl.place == "reward":
                     token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)
@@ -89,30 +102,37 @@ class ExperienceMaker:
                     rewards=verdict.rewards,
                     response_mask=mask,
                     group_index=rollout.prompt_index,
-                    is_valid=verdict.is_valid,
+                    is_valid=is_valid,
                     values=values,
                     greedy_rewards=None if greedy is None else greedy.rewards[rollout.prompt_index],
                     reward_components=verdict.components,
-                    log_probs=scores.log_probs,
-                    sum_squared_probs=None,
+                    log_probs=old_log_probs,
+                    sum_squared_probs=scores.sum_squared_probs,
+                    nonzero_reward_share=self._nonzero_share(verdict.rewards, is_valid),
                 )
             )
             advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
+        corrected, mismatch = correct_rollout(self.corrections, old_log_probs, rollout.rollout_log_probs, mask)
+        metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
+        trained = corrected.response_mask
+        if self.mask_truncated:
+            trained = trained & ~rollout.is_truncated[:, None]
         experience = Experience(
             input_ids=rollout.input_ids,
             attention_mask=rollout.attention_mask,
-            response_mask=mask,
+            response_mask=trained,
             temperature=rollout.temperature,
             rollout_log_probs=rollout.rollout_log_probs,
-            old_log_probs=scores.log_probs,
+            old_log_probs=old_log_probs,
             advantages=advantages,
+            loss_weights=corrected.weights if self.corrections else None,
             ref_log_probs=ref_log_probs,
             values=values,
             returns=outputs.returns,
         )
         metrics |= experience_metrics(experience, token_rewards, rollout)
         if self.advantage.needs_groups:
-            silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, verdict.is_valid)
+            silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
             metrics["train/frac_zero_std"] = mean(silent, groups)
         return experience, metrics
 
@@ -125,7 +145,21 @@ class ExperienceMaker:
             columns = [getattr(part, name) for part in parts]
             return None if columns[0] is None else join_columns(columns, width)
 
-        return Scores(log_probs=join("log_probs"), entropy=join("entropy"), values=join("values"))
+        names = ("log_probs", "entropy", "sum_squared_probs", "values")
+        return Scores(**{name: join(name) for name in names})
+
+    def _policy_scores(self, rollout: Rollout) -> Scores:
+        """The policy's own, or the engine's log-probs alone."""
+        if self.old_log_probs == "engine":
+            return Scores(log_probs=rollout.rollout_log_probs)
+        with self.phase("old_log_prob"):
+            return self._score(self.actor, rollout, with_entropy=True)
+
+    def _nonzero_share(self, rewards: Tensor, is_valid: Tensor) -> Tensor:
+        """Share of the valid responses of all ranks whose reward is not 0."""
+        counts = torch.stack([(is_valid & (rewards != 0)).sum(), is_valid.sum()])
+        nonzero, valid = self.contract.sum_over_data_parallel(counts)
+        return nonzero / valid.clamp(min=1)
 
     def _reference_log_probs(self, rollout: Rollout) -> Tensor | None:
         if self.kl is None:
@@ -153,7 +187,7 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     rows = mask.any(-1)
     width = rollout.response_mask.shape[1]
     response_lengths = rollout.attention_mask[:, -width:].sum(-1)
-    gap = experience.old_log_probs - experience.rollout_log_probs
+    gap = torch.where(mask, experience.old_log_probs - experience.rollout_log_probs, 0.0)
     metrics = (
         spread("critic/rewards", token_rewards.sum(-1)[rows])
         | spread("critic/advantages", experience.advantages[mask])

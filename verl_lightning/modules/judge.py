@@ -46,14 +46,11 @@ class Verdict:
         components = {name: values[self.is_valid & values.isfinite()] for name, values in self.components.items()}
         spreads = [spread(f"reward/{name}", values) for name, values in components.items()]
         merged = {name: metric for metrics in spreads for name, metric in metrics.items()}
-        return (
-            merged
-            | spread("critic/score", self.rewards[self.is_valid])
-            | {
-                "reward/errors": total(float(self.num_errors)),
-                "reward/timeouts": total(float(self.num_timeouts)),
-            }
-        )
+        return merged | spread("critic/score", self.rewards[self.is_valid]) | self.failures()
+
+    def failures(self) -> dict[str, Metric]:
+        """How many responses got no reward."""
+        return {"reward/errors": total(float(self.num_errors)), "reward/timeouts": total(float(self.num_timeouts))}
 
 
 class Judge:

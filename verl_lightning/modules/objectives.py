@@ -76,6 +76,8 @@ class PolicyObjective:
         assert scores.log_probs is not None
         mask = batch.response_mask
         losses, token_metrics = self.policy_loss(scores.log_probs, batch)
+        if batch.loss_weights is not None:
+            losses = losses * batch.loss_weights
         share = self.normalizer(losses, mask)
         metrics = {name: masked_mean(values, mask) for name, values in token_metrics.items()}
         metrics["actor/pg_loss"] = self.normalizer.metric(share, mask)

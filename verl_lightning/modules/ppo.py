@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from verl_lightning.functional.kl import adaptive_kl_coef
+from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, mean, total
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
@@ -22,11 +23,20 @@ from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.experience import ExperienceMaker
+from verl_lightning.modules.corrections import RolloutCorrection
 from verl_lightning.modules.judge import Judge, Verdict
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
 from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
-from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig, ValidationConfig
+from verl_lightning.modules.ppo_config import (
+    CriticConfig,
+    DynamicSamplingConfig,
+    KLConfig,
+    ShapingConfig,
+    UpdateConfig,
+    ValidationConfig,
+)
+from verl_lightning.modules.scored_rollout import ScoredRollout, join_rollouts
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -54,6 +64,10 @@ class PPOModule(PostTrainingModule):
         policy_loss: Loss of each response token.
         critic: The value model; for estimators that need one, null otherwise.
         kl: Penalty for leaving a frozen reference; null needs no reference.
+        corrections: For the difference between the engine's policy and the trainer's, such as
+            ``TruncatedImportanceSampling``; applied side by side.
+        shaping: What long responses cost.
+        dynamic_sampling: Train on groups with signal only; null trains on all.
         update: How responses become optimizer steps.
         validation: What is measured on validation prompts.
 
@@ -69,11 +83,15 @@ class PPOModule(PostTrainingModule):
         policy_loss: PolicyLoss | None = None,
         critic: CriticConfig | None = None,
         kl: KLConfig | None = None,
+        corrections: list[RolloutCorrection] | None = None,
+        shaping: ShapingConfig = ShapingConfig(),
+        dynamic_sampling: DynamicSamplingConfig | None = None,
         update: UpdateConfig = UpdateConfig(),
         validation: ValidationConfig = ValidationConfig(),
     ) -> None:
         super().__init__(actor)
         check_parts(advantage, critic, update)
+        check_options(advantage, corrections, dynamic_sampling, update)
         self.automatic_optimization = False
         self.reward_config = reward
         self.advantage = advantage
@@ -81,6 +99,10 @@ class PPOModule(PostTrainingModule):
         self.critic_config = critic
         self.kl = kl
         self.kl_coef = kl.coef if kl else 0.0
+        self.corrections = corrections or []
+        self.shaping = shaping
+        self.dynamic_sampling = dynamic_sampling
+        self._gathered: list[ScoredRollout] = []  # groups with signal that still wait for enough others
         self.update = update
         self.validation = validation
         self.actor: TokenScorer | None = None
@@ -151,6 +173,7 @@ class PPOModule(PostTrainingModule):
         head: Head = "policy_and_value" if shares_trunk else "policy"
         make = self.contract.make_model
         self.actor = make(self.policy_config, head, trainable=True)
+        self.actor.scores_squares = self.advantage.needs_sum_squared_probs
         if self.critic_config is not None and self.critic_config.model is not None:
             self.critic = make(self.critic_config.model, "value", trainable=True)
         if self.kl is not None and self.policy_config.lora is None:
@@ -187,8 +210,14 @@ class PPOModule(PostTrainingModule):
         with self.phase("reward"):
             verdict = self.judge.score(rollout, batch["rows"])
             greedy = self._greedy_verdict(batch)
-        experience, metrics = self._experience_maker().make(rollout, verdict, greedy, self.kl_coef)
-        table.add(verdict.metrics() | metrics)
+        table.add(verdict.metrics())
+        table.add({} if greedy is None else greedy.failures())
+        scored = self._with_signal(ScoredRollout(rollout=rollout, verdict=verdict))
+        if scored is None:
+            return {"loss": torch.tensor(0.0)}
+        scored = self._shaped(scored)
+        experience, metrics = self._experience_maker().make(scored.rollout, scored.verdict, greedy, self.kl_coef)
+        table.add(metrics)
         self._learn(experience, table)
         return self._finish_iteration(table)
 
@@ -251,6 +280,16 @@ class PPOModule(PostTrainingModule):
     def _check_sampling(self, sampling: SamplingConfig) -> None:
         if sampling.temperature == 0:
             raise ValueError("`rollout.sampling.temperature` is 0: greedy responses teach nothing. Set it above 0.")
+        if self.corrections and sampling.is_truncated:
+            raise ValueError(
+                "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`"
+                " or `top_k` samples from a part of it. Set `top_p: 1.0` and `top_k: 0`, or take `corrections` out."
+            )
+        if self.shaping.overlong_buffer >= sampling.max_new_tokens:
+            raise ValueError(
+                f"`shaping.overlong_buffer` ({self.shaping.overlong_buffer}) must be below"
+                f" `rollout.sampling.max_new_tokens` ({sampling.max_new_tokens})."
+            )
         if self.advantage.needs_groups and sampling.num_samples < 2:
             raise ValueError(
                 f"`{type(self.advantage).__name__}` compares responses to the same prompt and needs at least 2, but"
@@ -278,6 +317,38 @@ class PPOModule(PostTrainingModule):
             return None
         return self.judge.score(self._rollout(batch, "greedy_rollout"), batch["rows"])
 
+    def _with_signal(self, scored: ScoredRollout) -> ScoredRollout | None:
+        """The rollout of the iteration; None while groups with signal are still being gathered."""
+        if self.dynamic_sampling is None:
+            return scored
+        assert self.plan is not None
+        needed = self.plan.prompts_per_step // self.plan.data_parallel_size
+        self._gathered.append(scored.groups_with_signal())
+        found = sum(part.num_groups for part in self._gathered)
+        if min(self.contract.gather_over_data_parallel(found)) >= needed:
+            joined = join_rollouts(self._gathered, pad_token_id=self.tokenizer.pad_token_id)
+            self._gathered = []
+            return joined.first_groups(needed)
+        if len(self._gathered) >= self.dynamic_sampling.max_batches:
+            raise RuntimeError(
+                f"`dynamic_sampling` found {found} of {needed} prompts with both good and bad responses in"
+                f" {len(self._gathered)} batches (`dynamic_sampling.max_batches`): the task is too easy or too hard."
+                " Choose other prompts, sample more responses to each, or allow more batches."
+            )
+        return None
+
+    def _shaped(self, scored: ScoredRollout) -> ScoredRollout:
+        """The rollout with what its length costs."""
+        if not self.shaping.overlong_buffer:
+            return scored
+        penalty = overlong_penalty(
+            scored.rollout.response_mask.sum(-1),
+            max_length=self._rollout_source().sampling.max_new_tokens,
+            buffer_length=self.shaping.overlong_buffer,
+            factor=self.shaping.overlong_penalty,
+        )
+        return scored.with_penalty(penalty)
+
     def _experience_maker(self) -> ExperienceMaker:
         return ExperienceMaker(
             contract=self.contract,
@@ -287,6 +358,9 @@ class PPOModule(PostTrainingModule):
             advantage=self.advantage,
             kl=self.kl,
             micro_batch_size=self.update.micro_batch_size,
+            corrections=self.corrections,
+            old_log_probs=self.update.old_log_probs,
+            mask_truncated=self.shaping.mask_truncated,
             phase=self.phase,
         )
 
@@ -296,8 +370,6 @@ class PPOModule(PostTrainingModule):
         updates = [*self._critic_updates(mini_batches, table), *self._actor_updates(mini_batches, table)]
         for index, update in enumerate(updates):
             update(index + 1 == len(updates))
-        for schedule in self._schedules():
-            schedule.step()
 
     def _mini_batches(self, experience: Experience) -> Iterator[tuple[Experience, Normalizer]]:
         """This rank's share of each mini-batch: the same prompts together for any number of ranks."""
@@ -386,7 +458,7 @@ class PPOModule(PostTrainingModule):
         return schedules if isinstance(schedules, list) else [schedules]
 
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
-        """Log what happened, steer the KL weight."""
+        """Log what happened, then steer the KL weight and the learning rates."""
         assert self.plan is not None
         metrics = table.reduce(self.contract.gather_over_data_parallel) | self.take_timings()
         metrics |= {"actor/kl_coef": self.kl_coef, "training/epoch": float(self.trainer.current_epoch)}
@@ -404,6 +476,8 @@ class PPOModule(PostTrainingModule):
                 num_samples=self.plan.sequences_per_step,
                 horizon=self.kl.horizon,
             )
+        for schedule in self._schedules():
+            schedule.step()
         self.log_dict(metrics, batch_size=1)
         shown = {"reward": metrics.get("critic/score/mean", float("nan")), "tokens/s": metrics["perf/throughput"]}
         self.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
@@ -445,3 +519,26 @@ def check_parts(advantage: AdvantageEstimator, critic: CriticConfig | None, upda
             f"a critic on the actor's trunk learns with it: `critic.epochs` ({critic.epochs}) must equal"
             f" `update.epochs` ({update.epochs})."
         )
+
+
+def check_options(
+    advantage: AdvantageEstimator,
+    corrections: list[RolloutCorrection] | None,
+    dynamic_sampling: DynamicSamplingConfig | None,
+    update: UpdateConfig,
+) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    name = type(advantage).__name__
+    if update.old_log_probs == "engine" and corrections:
+        raise ValueError(
+            "`corrections` weigh the engine's log-probs against the trainer's, which `update.old_log_probs: engine` does"
+            " not compute. Take one of the two out."
+        )
+    if update.old_log_probs == "engine" and advantage.needs_sum_squared_probs:
+        raise ValueError(f"`{name}` reads the trainer's distributions: set `update.old_log_probs: trainer`.")
+    if dynamic_sampling is not None and not advantage.needs_groups:
+        raise ValueError(f"`dynamic_sampling` drops groups without signal, but `{name}` has no groups. Take it out.")

@@ -64,6 +64,10 @@ class UpdateConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is taken from the loss."""
 
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs the ratios compare with: recomputed by the trainer before the first step, or the engine's, which
+    saves a pass and leaves the difference between the two to the ratio's clipping."""
+
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
             if getattr(self, name) < 1:
@@ -98,6 +102,42 @@ class CriticConfig:
             raise ValueError("`critic.warmup_steps` needs a critic of its own: set `critic.model`, or leave it at 0.")
         if self.model is not None and self.shared_coef != type(self).shared_coef:
             raise ValueError("`critic.shared_coef` is for a shared trunk: leave it out, or set `critic.model: null`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingConfig:
+    """What long responses cost, as DAPO does it. Yu et al., 2025, https://arxiv.org/abs/2503.14476"""
+
+    overlong_buffer: int = 0
+    """Tokens before ``rollout.sampling.max_new_tokens`` over which a penalty grows from 0 to its full size; 0 has none."""
+
+    overlong_penalty: float = 1.0
+    """The full penalty, in units of reward."""
+
+    mask_truncated: bool = False
+    """Train on no token of responses that met the length limit. They still count in their group's mean."""
+
+    def __post_init__(self) -> None:
+        if self.overlong_buffer < 0:
+            raise ValueError(f"`shaping.overlong_buffer` must not be negative, got {self.overlong_buffer}.")
+        if self.overlong_penalty <= 0:
+            raise ValueError(f"`shaping.overlong_penalty` must be above 0, got {self.overlong_penalty}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Train on groups with signal only: those whose responses do not all have the same reward.
+
+    Batches are sampled until there are enough of them for an iteration; what is left over is dropped. Only a batch
+    that completes an iteration moves ``trainer.global_step``.
+    """
+
+    max_batches: int = 10
+    """Batches of one iteration at the most; then the run stops, since the task is too easy or too hard."""
+
+    def __post_init__(self) -> None:
+        if self.max_batches < 1:
+            raise ValueError(f"`dynamic_sampling.max_batches` must be at least 1, got {self.max_batches}.")
 
 
 @dataclass(frozen=True, kw_only=True)

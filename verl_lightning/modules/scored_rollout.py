@@ -1,0 +1,114 @@
+"""A rollout with its rewards, and what dynamic sampling does with it: keep groups with signal, join, cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from verl_lightning.functional.advantages.groups import group_statistics
+from verl_lightning.modules.judge import Verdict
+from verl_lightning.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """Responses and what they are worth."""
+
+    rollout: Rollout
+    """The responses; those of one prompt are adjacent rows."""
+
+    verdict: Verdict
+    """Their rewards."""
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts that were answered."""
+        return len(self.rollout.prompt_index.unique())
+
+    def groups_with_signal(self) -> ScoredRollout:
+        """The groups whose valid responses do not all have the same reward."""
+        rewards, is_valid = self.verdict.rewards, self.verdict.is_valid
+        group = group_statistics(rewards, self.rollout.prompt_index, is_valid)
+        members = self.rollout.prompt_index[group.has_signal]
+        return self._select(torch.isin(self.rollout.prompt_index, members).nonzero().squeeze(-1))
+
+    def first_groups(self, count: int) -> ScoredRollout:
+        """The first ``count`` groups."""
+        order = self.rollout.prompt_index.unique_consecutive(return_inverse=True)[1]
+        return self._select((order < count).nonzero().squeeze(-1))
+
+    def with_penalty(self, penalty: Float[Tensor, " batch"]) -> ScoredRollout:
+        """The same responses with ``penalty`` added to their rewards."""
+        rewards = torch.where(self.verdict.is_valid, self.verdict.rewards + penalty, self.verdict.rewards)
+        return dataclasses.replace(self, verdict=dataclasses.replace(self.verdict, rewards=rewards))
+
+    def _select(self, rows: Int[Tensor, " rows"]) -> ScoredRollout:
+        verdict = dataclasses.replace(
+            self.verdict,
+            responses=[self.verdict.responses[row] for row in rows.tolist()],
+            rewards=self.verdict.rewards[rows],
+            is_valid=self.verdict.is_valid[rows],
+            components={name: values[rows] for name, values in self.verdict.components.items()},
+        )
+        return ScoredRollout(rollout=self.rollout.select(rows), verdict=verdict)
+
+
+def join_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -> ScoredRollout:
+    """Several rollouts as one: prompts padded on the left, responses on the right, groups kept apart.
+
+    Args:
+        parts: At least one, with any widths.
+        pad_token_id: Fills ``input_ids``.
+    """
+    rollouts = [part.rollout for part in parts]
+    responses = max(rollout.response_mask.shape[1] for rollout in rollouts)
+    prompts = max(rollout.input_ids.shape[1] - rollout.response_mask.shape[1] for rollout in rollouts)
+    padded = [_pad(rollout, prompts, responses, pad_token_id) for rollout in rollouts]
+    joined: dict[str, Any] = {name: torch.cat([row[name] for row in padded]) for name in padded[0]}
+    counts = torch.tensor([int(rollout.prompt_index.max()) + 1 if len(rollout) else 0 for rollout in rollouts])
+    offsets = (counts.cumsum(0) - counts).tolist()
+    joined["prompt_index"] = torch.cat(
+        [rollout.prompt_index + offset for rollout, offset in zip(rollouts, offsets, strict=True)]
+    )
+    return ScoredRollout(
+        rollout=Rollout(temperature=rollouts[0].temperature, **joined),
+        verdict=_join_verdicts([p.verdict for p in parts]),
+    )
+
+
+def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:
+    width = rollout.response_mask.shape[1]
+    right = (0, responses - width)
+    both = (prompts - (rollout.input_ids.shape[1] - width), responses - width)
+    return {
+        "input_ids": F.pad(rollout.input_ids, both, value=pad_token_id),
+        "attention_mask": F.pad(rollout.attention_mask, both, value=False),
+        "response_mask": F.pad(rollout.response_mask, right, value=False),
+        "rollout_log_probs": F.pad(rollout.rollout_log_probs, right),
+        "is_truncated": rollout.is_truncated,
+    }
+
+
+def _join_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
+    names = sorted({name for verdict in verdicts for name in verdict.components})
+    missing = [torch.full_like(verdict.rewards, torch.nan) for verdict in verdicts]
+    components = {
+        name: torch.cat([v.components.get(name, gap) for v, gap in zip(verdicts, missing, strict=True)])
+        for name in names
+    }
+    is_valid: Bool[Tensor, " batch"] = torch.cat([verdict.is_valid for verdict in verdicts])
+    return Verdict(
+        responses=[response for verdict in verdicts for response in verdict.responses],
+        rewards=torch.cat([verdict.rewards for verdict in verdicts]),
+        is_valid=is_valid,
+        components=components,
+        num_errors=sum(verdict.num_errors for verdict in verdicts),
+        num_timeouts=sum(verdict.num_timeouts for verdict in verdicts),
+    )
