@@ -1,0 +1,112 @@
+"""Settings that PPO refuses before the first step, each with the way out; and what a failed run leaves behind."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import psutil
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+
+from tests.runs import make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from verl_lightning.models.config import OptimConfig
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig, ValidationConfig
+from verl_lightning.rollout.base import SamplingConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"gradient_clip_val": 1.0}, r"Set `actor\.optim\.max_grad_norm`"),
+        ({"accumulate_grad_batches": 2}, r"Set `update\.mini_batch_size` and `update\.micro_batch_size`"),
+    ],
+)
+def test_trainer_options_that_do_not_reach_ppo(tmp_path, tiny_folder, prompt_file, options, way_out):
+    trainer = make_trainer(tmp_path, make_rollout(), **options)
+    with pytest.raises(MisconfigurationException, match=way_out):
+        trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize(
+    ("make_callback", "way_out"),
+    [
+        (lambda: GradientAccumulationScheduler({0: 2}), r"Set `update\.mini_batch_size`"),
+        (lambda: ModelCheckpoint(train_time_interval=timedelta(minutes=1)), r"Use `every_n_train_steps`"),
+        (lambda: StochasticWeightAveraging(swa_lrs=1e-3), r"Use Lightning's `EMAWeightAveraging`"),
+        (LearningRateFinder, r"Compare short runs"),
+    ],
+)
+def test_callbacks_that_do_nothing_under_ppo(tmp_path, tiny_folder, prompt_file, make_callback, way_out):
+    callback = make_callback()
+    is_checkpoint = isinstance(callback, ModelCheckpoint)
+    trainer = make_trainer(tmp_path, make_rollout(), callback, enable_checkpointing=is_checkpoint)
+    with pytest.raises(MisconfigurationException, match=way_out):
+        trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "parts", "message"),
+    [
+        ({"num_samples": 1}, {}, r"`GRPO` compares responses.*`rollout\.sampling\.num_samples` is 1"),
+        ({"temperature": 0.0}, {}, r"`rollout\.sampling\.temperature` is 0: greedy responses teach nothing"),
+        (
+            {},
+            {"validation": ValidationConfig(pass_k=[1, 4])},
+            r"asks for pass@4, but.* is 1\. Sample at least 4",
+        ),
+        ({}, {"update": UpdateConfig(mini_batch_size=3)}, r"`update\.mini_batch_size` \(3 prompts\) must divide"),
+        ({"max_new_tokens": 2048}, {}, r"add up to 2080 tokens, but the model reads at most 2048"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path, tiny_folder, prompt_file, sampling, parts, message):
+    options = {"num_samples": 4, "max_new_tokens": 4} | sampling
+    trainer = make_trainer(tmp_path, make_rollout(sampling=SamplingConfig(**options)))
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make_ppo(tiny_folder, **parts), datamodule=make_prompts(prompt_file))
+
+
+def test_ppo_without_a_rollout_callback(tmp_path, tiny_folder, prompt_file):
+    with pytest.raises(MisconfigurationException, match=r"no callback samples any\. Add one: `rollout: HFRollout`"):
+        make_trainer(tmp_path).fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"advantage": GAE()}, r"`GAE` needs values: set `critic`"),
+        ({"critic": CriticConfig()}, r"`GRPO` uses no critic: set `critic: null`"),
+        (
+            {"advantage": GAE(), "critic": CriticConfig(epochs=2)},
+            r"`critic\.epochs` \(2\) must equal `update",
+        ),
+    ],
+)
+def test_estimators_and_critics_that_do_not_fit(tiny_folder, parts, message):
+    with pytest.raises(ValueError, match=message):
+        make_ppo(tiny_folder, **parts)
+
+
+def test_a_decay_without_an_end(tmp_path, tiny_folder, prompt_file):
+    actor = make_model_config(tiny_folder, optim=OptimConfig(lr=1e-3, schedule="cosine"))
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=-1, max_epochs=1)
+    with pytest.raises(ValueError, match=r"`optim\.schedule: cosine` ends at `trainer\.max_steps`.*got -1"):
+        trainer.fit(make_ppo(tiny_folder, actor=actor), datamodule=make_prompts(prompt_file))
+
+
+def test_a_failed_run_leaves_no_reward_worker(tmp_path, tiny_folder, prompt_file):
+    before = {child.pid for child in psutil.Process().children()}
+    module = make_ppo(tiny_folder, reward=make_reward("fails_on_even"))  # over `max_error_share`
+    rollout = make_rollout()
+
+    with pytest.raises(RuntimeError, match=r"an even start"):
+        make_trainer(tmp_path, rollout).fit(module, datamodule=make_prompts(prompt_file))
+
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert rollout._engine is None
