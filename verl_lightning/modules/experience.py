@@ -159,7 +159,8 @@ class ExperienceMaker:
         """Share of the valid responses of all ranks whose reward is not 0."""
         counts = torch.stack([(is_valid & (rewards != 0)).sum(), is_valid.sum()])
         nonzero, valid = self.contract.sum_over_data_parallel(counts)
-        return nonzero / valid.clamp(min=1)
+        share: Tensor = nonzero / valid.clamp(min=1)
+        return share
 
     def _reference_log_probs(self, rollout: Rollout) -> Tensor | None:
         if self.kl is None:

@@ -48,9 +48,13 @@ class FinishInterruptedStep(Callback):
         step, self._step = self._step, None
         if step is None:
             return
+        loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        resumed_epoch, epochs.completed = epochs.completed, step["epoch"]  # the step may have been its epoch's last
         if step["metrics"]:
-            trainer._logger_connector.log_metrics(step["metrics"] | {"epoch": step["epoch"]})
+            trainer._logger_connector.log_metrics(step["metrics"])
         if step["validates"]:
             trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
+            loop.val_loop.restarting = False  # else it would skip the batches of its last pass
+            loop.val_loop.run()
             trainer.training = True
+        epochs.completed = resumed_epoch

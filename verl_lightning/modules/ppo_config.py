@@ -106,10 +106,10 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingConfig:
-    """What long responses cost, as DAPO does it. Yu et al., 2025, https://arxiv.org/abs/2503.14476"""
+    """What long responses cost, as DAPO does it (Yu et al., 2025, https://arxiv.org/abs/2503.14476)."""
 
     overlong_buffer: int = 0
-    """Tokens before ``rollout.sampling.max_new_tokens`` over which a penalty grows from 0 to its full size; 0 has none."""
+    """Tokens before ``rollout.sampling.max_new_tokens`` over which a penalty grows to its full size; 0 has none."""
 
     overlong_penalty: float = 1.0
     """The full penalty, in units of reward."""

@@ -30,7 +30,7 @@ class ScoredRollout:
     @property
     def num_groups(self) -> int:
         """Prompts that were answered."""
-        return len(self.rollout.prompt_index.unique())
+        return len(torch.unique(self.rollout.prompt_index))
 
     def groups_with_signal(self) -> ScoredRollout:
         """The groups whose valid responses do not all have the same reward."""
@@ -41,7 +41,7 @@ class ScoredRollout:
 
     def first_groups(self, count: int) -> ScoredRollout:
         """The first ``count`` groups."""
-        order = self.rollout.prompt_index.unique_consecutive(return_inverse=True)[1]
+        order = torch.unique_consecutive(self.rollout.prompt_index, return_inverse=True)[1]
         return self._select((order < count).nonzero().squeeze(-1))
 
     def with_penalty(self, penalty: Float[Tensor, " batch"]) -> ScoredRollout:

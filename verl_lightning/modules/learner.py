@@ -1,0 +1,156 @@
+"""An iteration's optimizer steps: mini-batches, objectives, roles, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+from verl_lightning.metrics import MetricTable, mean, total
+from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.modules.batch_plan import BatchPlan
+from verl_lightning.modules.micro_batches import split_micro_batches
+from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
+from verl_lightning.modules.policy_losses import PolicyLoss
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.strategies.base import PostTrainingStrategy
+from verl_lightning.types import Experience
+
+Update = Callable[[bool], None]
+"""One optimizer step; its argument says whether it moves ``trainer.global_step``."""
+
+Objective = PolicyObjective | SharedObjective | ValueObjective
+
+
+class Role(NamedTuple):
+    """A model in training."""
+
+    model: TokenScorer
+    optimizer: LightningOptimizer
+    max_grad_norm: float
+
+
+class MiniBatch(NamedTuple):
+    """This rank's share of one optimizer step's responses, and the totals of the whole step."""
+
+    experience: Experience
+    normalizer: Normalizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """Runs all optimizer steps of an iteration: the critic's, then the actor's."""
+
+    contract: PostTrainingStrategy
+    """Runs the models."""
+
+    plan: BatchPlan
+    """Sizes of everything."""
+
+    roles: Mapping[str, Role]
+    """``actor``, and ``critic`` where it is a model of its own."""
+
+    policy_loss: PolicyLoss
+    """Loss of each response token."""
+
+    critic_config: CriticConfig | None
+    """Options of the value loss."""
+
+    kl: KLConfig | None
+    """A penalty in the loss, or None."""
+
+    kl_coef: float
+    """Its current weight."""
+
+    max_response_length: int
+    """The fixed length of ``seq-mean-token-sum-norm``, in tokens."""
+
+    warms_up_critic: bool
+    """Whether the actor rests in this iteration."""
+
+    phase: Callable[[str], AbstractContextManager[None]]
+    """Marks and times what is done."""
+
+    def learn(self, experience: Experience, table: MetricTable) -> None:
+        """Take every step; the last one is counted. Collective.
+
+        Args:
+            experience: This rank's responses.
+            table: Gets the metrics.
+        """
+        mini_batches = list(self._mini_batches(experience))
+        updates = [*self._critic_updates(mini_batches, table), *self._actor_updates(mini_batches, table)]
+        for index, update in enumerate(updates):
+            update(index + 1 == len(updates))
+
+    def _mini_batches(self, experience: Experience) -> Iterator[MiniBatch]:
+        """The same prompts together for any number of ranks."""
+        size = self.plan.mini_batch_sequences_per_rank
+        parts = [experience.select(slice(start, start + size)) for start in range(0, len(experience), size)]
+        masks = [part.response_mask for part in parts]
+        counts = torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in masks])
+        totals = self.contract.sum_over_data_parallel(counts)
+        for part, (num_tokens, num_sequences) in zip(parts, totals, strict=True):
+            normalizer = Normalizer(
+                aggregation=self.plan.update.aggregation,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                max_response_length=self.max_response_length,
+            )
+            yield MiniBatch(part, normalizer)
+
+    def _actor_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
+        if self.warms_up_critic:
+            return
+        for epoch in range(self.plan.update.epochs):
+            for index, batch in enumerate(mini_batches):
+                objective = self._policy_objective(batch.normalizer, is_first=epoch == index == 0)
+                yield partial(self._step, "actor", batch, objective, table)
+
+    def _critic_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
+        if "critic" not in self.roles or self.critic_config is None:
+            return
+        for _ in range(self.critic_config.epochs):
+            for batch in mini_batches:
+                objective = ValueObjective(normalizer=batch.normalizer, clip=self.critic_config.value_clip)
+                yield partial(self._step, "critic", batch, objective, table)
+
+    def _policy_objective(self, normalizer: Normalizer, *, is_first: bool) -> PolicyObjective | SharedObjective:
+        policy = PolicyObjective(
+            policy_loss=self.policy_loss,
+            normalizer=normalizer,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.plan.update.entropy_coef,
+            is_on_policy=is_first and self.plan.update.old_log_probs == "trainer",
+        )
+        if self.critic_config is None or "critic" in self.roles:
+            return policy
+        value = ValueObjective(normalizer=normalizer, clip=self.critic_config.value_clip)
+        return SharedObjective(policy=policy, value=value, coef=self.critic_config.shared_coef)
+
+    def _step(self, name: str, batch: MiniBatch, objective: Objective, table: MetricTable, count: bool) -> None:
+        """One optimizer step of one role on its mini-batch."""
+        role, update = self.roles[name], self.plan.update
+        with self.phase(f"update_{name}"):
+            micro_batches = split_micro_batches(batch.experience, update.micro_batch_size)
+            with_entropy = name == "actor" and update.entropy_coef != 0
+            for metrics in self.contract.forward_backward(
+                role.model, micro_batches, objective, with_entropy=with_entropy
+            ):
+                table.add(metrics)
+            norm = self.contract.clip_and_step(role.optimizer, role.max_grad_norm, count=count)
+        is_finite, ranks = norm.isfinite(), self.contract.data_parallel_size
+        is_empty = ~batch.experience.response_mask.any()
+        table.add(
+            {
+                f"{name}/grad_norm": mean(norm.nan_to_num(posinf=0.0), is_finite),
+                f"{name}/skipped_updates": total(~is_finite / ranks),
+                "train/empty_batches": total(is_empty / ranks),
+            }
+        )

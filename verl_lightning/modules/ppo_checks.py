@@ -1,0 +1,138 @@
+"""What PPO refuses before its first step: parts that don't fit one another, and options without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+
+from verl_lightning.modules.advantages import AdvantageEstimator
+from verl_lightning.modules.corrections import RolloutCorrection
+from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, ShapingConfig, UpdateConfig
+from verl_lightning.rollout.base import SamplingConfig
+
+
+def check_parts(advantage: AdvantageEstimator, critic: CriticConfig | None, update: UpdateConfig) -> None:
+    """Refuse a critic that nothing uses, and the lack of one that is needed.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    name = type(advantage).__name__
+    if advantage.needs_critic and critic is None:
+        raise ValueError(f"`{name}` needs values: set `critic`, or use an estimator without a critic, such as `GRPO`.")
+    if critic is not None and not advantage.needs_critic:
+        raise ValueError(f"`{name}` uses no critic: set `critic: null`, or use an estimator such as `GAE`.")
+    if critic is not None and critic.model is None and critic.epochs != update.epochs:
+        raise ValueError(
+            f"a critic on the actor's trunk learns with it: `critic.epochs` ({critic.epochs}) must equal"
+            f" `update.epochs` ({update.epochs})."
+        )
+
+
+def check_options(
+    advantage: AdvantageEstimator,
+    corrections: Sequence[RolloutCorrection],
+    dynamic_sampling: DynamicSamplingConfig | None,
+    update: UpdateConfig,
+) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    name = type(advantage).__name__
+    if update.old_log_probs == "engine" and corrections:
+        raise ValueError(
+            "`corrections` weigh the engine's log-probs against the trainer's, which `update.old_log_probs: engine`"
+            " does not compute. Take one of the two out."
+        )
+    if update.old_log_probs == "engine" and advantage.needs_sum_squared_probs:
+        raise ValueError(f"`{name}` reads the trainer's distributions: set `update.old_log_probs: trainer`.")
+    if dynamic_sampling is not None and not advantage.needs_groups:
+        raise ValueError(f"`dynamic_sampling` drops groups without signal, but `{name}` has no groups. Take it out.")
+
+
+def check_sampling(
+    sampling: SamplingConfig,
+    advantage: AdvantageEstimator,
+    corrections: Sequence[RolloutCorrection],
+    shaping: ShapingConfig,
+) -> None:
+    """Refuse responses that could teach nothing, or that the options can't handle.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    if sampling.temperature == 0:
+        raise ValueError("`rollout.sampling.temperature` is 0: greedy responses teach nothing. Set it above 0.")
+    if corrections and sampling.is_truncated:
+        raise ValueError(
+            "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`"
+            " or `top_k` samples from a part of it. Set `top_p: 1.0` and `top_k: 0`, or take `corrections` out."
+        )
+    if shaping.overlong_buffer >= sampling.max_new_tokens:
+        raise ValueError(
+            f"`shaping.overlong_buffer` ({shaping.overlong_buffer}) must be below"
+            f" `rollout.sampling.max_new_tokens` ({sampling.max_new_tokens})."
+        )
+    if advantage.needs_groups and sampling.num_samples < 2:
+        raise ValueError(
+            f"`{type(advantage).__name__}` compares responses to the same prompt and needs at least 2, but"
+            f" `rollout.sampling.num_samples` is {sampling.num_samples}."
+        )
+
+
+def check_length(max_tokens: int | None, limit: int | None) -> None:
+    """Refuse sequences that are longer than the model reads.
+
+    Args:
+        max_tokens: Longest prompt and response together; None where it is not known.
+        limit: The model's positions; None where it has no limit.
+
+    Raises:
+        ValueError: With what to shorten.
+    """
+    if limit is not None and max_tokens is not None and max_tokens > limit:
+        raise ValueError(
+            f"`data.max_prompt_length` and `rollout.sampling.max_new_tokens` add up to {max_tokens} tokens, but the"
+            f" model reads at most {limit}. Shorten one of them."
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse Trainer options that manual optimization leaves without effect.
+
+    Raises:
+        MisconfigurationException: With our option for the purpose.
+    """
+    if trainer.gradient_clip_val:
+        raise MisconfigurationException(
+            f"`trainer.gradient_clip_val` ({trainer.gradient_clip_val}) does not reach PPO's models."
+            " Set `actor.optim.max_grad_norm` and `critic.model.optim.max_grad_norm`."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"`trainer.accumulate_grad_batches` ({trainer.accumulate_grad_batches}) does not apply to PPO,"
+            " which cuts its batches itself. Set `update.mini_batch_size` and `update.micro_batch_size`."
+        )
+
+
+def check_ppo_callback(callback: Callback) -> None:
+    """Refuse callbacks that manual optimization leaves without effect.
+
+    Raises:
+        MisconfigurationException: With our option for the purpose.
+    """
+    if isinstance(callback, GradientAccumulationScheduler):
+        raise MisconfigurationException(
+            "`GradientAccumulationScheduler` has no effect on PPO, which cuts its batches itself."
+            " Set `update.mini_batch_size` (prompts of one optimizer step) and `update.micro_batch_size`."
+        )
+    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+        raise MisconfigurationException(
+            "`ModelCheckpoint(train_time_interval=...)` never saves under manual optimization."
+            " Use `every_n_train_steps`, which counts PPO iterations."
+        )

@@ -1,0 +1,137 @@
+"""A module that is judged by sampled responses: the rollout it needs, the judge, validation by sampling."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.judge import Judge
+from verl_lightning.modules.ppo_config import ValidationConfig
+from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
+from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.types import Rollout
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """What a module must know of the callback that adds ``batch["rollout"]``."""
+
+    sampling: SamplingConfig
+    val_sampling: SamplingConfig
+
+
+class SamplingModule(PostTrainingModule):
+    """A policy that is judged by its sampled responses.
+
+    Args:
+        policy_config: The policy's model.
+        reward: What judges responses.
+        validation: What is measured on validation prompts.
+    """
+
+    def __init__(self, policy_config: ModelConfig, reward: RewardConfig, validation: ValidationConfig) -> None:
+        super().__init__(policy_config)
+        self.reward_config = reward
+        self.validation = validation
+        self._judge: Judge | None = None
+        self._scored: list[ScoredResponse] = []
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        source = self.rollout_source
+        if (largest := max(self.validation.pass_k, default=1)) > source.val_sampling.num_samples:
+            raise ValueError(
+                f"`validation.pass_k` asks for pass@{largest}, but `rollout.val_sampling.num_samples` is"
+                f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
+            )
+        self._judge = Judge(self.reward_config, self.tokenizer)
+        self._judge.start()
+
+    @override
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        return self._evaluate(batch, dataloader_idx)
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._scored = []
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    @override
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        return self._evaluate(batch, dataloader_idx)
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._scored = []
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if self._judge is not None:
+            self._judge.stop()
+            self._judge = None
+
+    @property
+    def judge(self) -> Judge:
+        """What scores responses, from ``setup`` to ``teardown``."""
+        assert self._judge is not None
+        return self._judge
+
+    @property
+    def rollout_source(self) -> RolloutSource:
+        """The callback that samples responses.
+
+        Raises:
+            MisconfigurationException: If there is none.
+        """
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutSource):
+                return callback
+        raise MisconfigurationException(
+            f"`{type(self).__name__}` learns from sampled responses, but no callback samples any."
+            " Add one: `rollout: HFRollout` in the config, or `Trainer(callbacks=[HFRollout(...)])`."
+        )
+
+    def rollout_of(self, batch: dict[str, Any], key: str) -> Rollout:
+        """The responses that the rollout callback added to a batch.
+
+        Raises:
+            RuntimeError: If there are none.
+        """
+        if key not in batch:
+            raise RuntimeError(
+                f'the batch holds no `{key}`: the rollout callback must add `batch["{key}"]` before each step.'
+            )
+        rollout: Rollout = batch[key]
+        return rollout
+
+    def _evaluate(self, batch: dict[str, Any], loader: int) -> dict[str, Any]:
+        rollout = self.rollout_of(batch, "rollout")
+        with self.phase("reward"):
+            verdict = self.judge.score(rollout, batch["rows"])
+        self._scored += scored_responses(batch, verdict, loader)
+        return {"verdict": verdict}
+
+    def _log_evaluation(self, stage: str) -> None:
+        responses = [r for rank in self.contract.gather_over_data_parallel(self._scored) for r in rank]
+        if not responses:
+            raise RuntimeError(
+                f"no {stage} response could be scored: the loader was empty, or the reward function always failed."
+            )
+        num_samples = self.rollout_source.val_sampling.num_samples
+        metrics = validation_metrics(responses, self.validation, num_samples=num_samples, stage=stage)
+        metrics["timing_s/testing"] = self.take_timings()["timing_s/step"]
+        self.log(f"{stage}/reward", metrics.pop(f"{stage}/reward"), prog_bar=True, batch_size=1)
+        self.log_dict(metrics, batch_size=1)
