@@ -158,10 +158,10 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         blocks = transformer_blocks(model.backbone)
         for index, block in enumerate(blocks):
             if index % self.checkpoint_every:
-                block.gradient_checkpointing = False
+                block.gradient_checkpointing = False  # type: ignore[assignment]
             if self.compile:
                 # The forward method alone, so that FSDP's hooks and the recomputation stay outside.
-                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward)
         assert self._shard_mesh is not None
         shard(
             model,

@@ -31,8 +31,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout:
         context.Process(target=_run, args=(send, rank, world_size, port, function, args))
         for rank, (_, send) in enumerate(pipes)
     ]
-    for process in ranks:
+    for process, (_, send) in zip(ranks, pipes, strict=True):
         process.start()
+        send.close()  # so that a dead rank is noticed at once
     try:
         results = [_result(receive, timeout) for receive, _ in pipes]
     finally:

@@ -80,7 +80,8 @@ class TokenScorer(nn.Module):
     def _values(self, hidden: Float[Tensor, "batch response hidden"]) -> Float[Tensor, "batch response"]:
         assert self.value_head is not None
         values: Tensor = self.value_head(hidden)
-        return values.squeeze(-1).float()
+        # A copy: FSDP2 hangs its backward hooks on what is returned, and cannot on a view.
+        return values.squeeze(-1).to(torch.float32, copy=True)
 
 
 def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
