@@ -27,12 +27,17 @@ def plain_log_probs_and_entropy(logits: torch.Tensor, temperature: float) -> tup
     return everything.gather(-1, LABELS.unsqueeze(-1)).squeeze(-1), -(everything.exp() * everything).sum(-1)
 
 
-@pytest.mark.parametrize("chunk_numel", [1, 2**26])
-def test_log_probs_and_entropy_match_log_softmax(chunk_numel, monkeypatch):
+@pytest.mark.parametrize(
+    ("chunk_numel", "compiled"),
+    [(1, False), (2**26, False), pytest.param(1, True, marks=pytest.mark.slow)],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+def test_log_probs_and_entropy_match_log_softmax(chunk_numel, compiled, monkeypatch):
     monkeypatch.setattr(log_probs, "_CHUNK_NUMEL", chunk_numel)
     logits, weights = random_logits(), torch.tensor([[1.0, 0, 2], [0, -1, 3]])
 
-    actual = log_probs_and_entropy(logits, LABELS, temperature=0.7)
+    actual = log_probs_and_entropy(logits, LABELS, temperature=0.7, compiled=compiled)
     expected = plain_log_probs_and_entropy(logits, 0.7)
 
     assert_close(actual, expected)
