@@ -28,7 +28,8 @@ class FinishInterruptedStep(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         loop = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress.current
-        if not trainer.training or progress.processed == progress.completed:
+        fetcher = trainer.fit_loop._data_fetcher
+        if not trainer.training or fetcher is None or progress.started == progress.completed:
             return  # between steps: nothing is outstanding
         connector = trainer._logger_connector
         is_logged = connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -36,7 +37,7 @@ class FinishInterruptedStep(Callback):
         checkpoint[STEP_KEY] = {
             "metrics": metrics,
             "epoch": trainer.current_epoch,
-            "validates": loop._should_check_val_fx(trainer.fit_loop._data_fetcher),
+            "validates": loop._should_check_val_fx(fetcher),
         }
 
     @override

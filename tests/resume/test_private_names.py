@@ -1,0 +1,30 @@
+"""Names of Lightning 2.6 that resuming needs and that Lightning may move."""
+
+from __future__ import annotations
+
+import inspect
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
+
+
+def test_lightnings_private_names_are_still_there():
+    """`FinishInterruptedStep` reads and calls these."""
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    assert isinstance(type(connector).should_update_logs, property)
+    assert isinstance(type(connector).metrics, property)
+    assert list(inspect.signature(connector.log_metrics).parameters) == ["metrics", "step"]
+    assert list(inspect.signature(loop._should_check_val_fx).parameters) == ["data_fetcher"]
+    assert trainer.fit_loop._data_fetcher is None
+    assert callable(loop.val_loop.run)
+    assert loop.val_loop.restarting is False
+    assert loop.batch_progress.current.started == loop.batch_progress.current.completed == 0
+    assert trainer.current_epoch == trainer.fit_loop.epoch_progress.current.completed
+
+
+def test_wandb_loggers_private_names_are_still_there(tmp_path):
+    """`continue_run` writes these."""
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    assert logger._id is None
+    assert "id" in logger._wandb_init
