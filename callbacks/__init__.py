@@ -5,5 +5,14 @@ from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
 from verl_lightning.callbacks.samples_table import SamplesTable
+from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 
-__all__ = ["HFCheckpoint", "HFRollout", "PhaseProgressBar", "ResumeWandb", "RolloutCallback", "SamplesTable"]
+__all__ = [
+    "HFCheckpoint",
+    "HFRollout",
+    "PhaseProgressBar",
+    "ResumeWandb",
+    "RolloutCallback",
+    "SamplesTable",
+    "VLLMRollout",
+]

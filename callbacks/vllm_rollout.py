@@ -1,0 +1,179 @@
+"""Samples with vLLM on the training devices, and checks after each sync that engine and trainer agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.functional.masking import masked_sum
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.vllm import LogProbsMode, VLLMEngine
+from verl_lightning.seeding import derive_seed
+from verl_lightning.types import Rollout
+
+CANARY_PROMPTS = 4
+CANARY_TOKENS = 16
+
+
+class VLLMRollout(RolloutCallback):
+    """Samples with vLLM inside the training processes: one engine on each device, asleep while the policy learns.
+
+    After each sync of weights a canary is sampled: short responses to a few fixed prompts, scored by the engine while
+    it samples and by the trainer afterwards. Their mean absolute difference is logged as ``rollout/canary_gap``, in
+    nats per token; a run in which it exceeds ``canary_limit`` stops, since it would learn from another policy.
+
+    Args:
+        sampling: How training responses are sampled.
+        val_sampling: How validation and test responses are sampled.
+        gpu_memory_utilization: Share of each GPU's memory for the engine's weights and key-value cache, in ``(0, 1]``.
+            While it sleeps all of it is free for training. Ignored on CPUs.
+        enforce_eager: Do without CUDA graphs and compilation: starts in seconds, samples slower.
+        sleeps: Whether the engine gives its GPU memory back while the policy learns.
+        canary_limit: Largest gap, in nats per token. In bfloat16 a healthy gap is about 0.01, in float32 below 0.0001.
+        deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
+
+    Raises:
+        ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
+            another temperature than 1: vLLM can't give their log-probs over the whole vocabulary.
+        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig = SamplingConfig(),
+        val_sampling: SamplingConfig = SamplingConfig(),
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool = False,
+        sleeps: bool = True,
+        canary_limit: float = 0.05,
+        deadline: float = 1800.0,
+    ) -> None:
+        super().__init__(sampling, val_sampling)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
+        if canary_limit <= 0:
+            raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
+        if deadline <= 0:
+            raise ValueError(f"`rollout.deadline` must be above 0 seconds, got {deadline}.")
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.enforce_eager = enforce_eager
+        self.sleeps = sleeps
+        self.canary_limit = canary_limit
+        self.deadline = deadline
+        self._log_probs_mode = log_probs_mode(sampling)
+        self._canary: Prompts | None = None
+        self._canary_gap = 0.0
+
+    @override
+    def make_engine(self, module: PostTrainingModule) -> VLLMEngine:
+        self._canary = None
+        return VLLMEngine(
+            module.policy_config.path,
+            eos_token_ids=module.eos_token_ids,
+            pad_token_id=module.tokenizer.pad_token_id,
+            max_model_len=self._max_model_len(module.trainer),
+            dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
+            log_probs_mode=self._log_probs_mode,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            enforce_eager=self.enforce_eager,
+            deadline=self.deadline,
+        )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        pl_module.log("rollout/canary_gap", self._canary_gap, batch_size=1)
+        if self.sleeps:
+            self._vllm.sleep()
+            self._weights_step = -1  # sleep forgets the weights
+
+    @property
+    def _vllm(self) -> VLLMEngine:
+        assert isinstance(self._engine, VLLMEngine)
+        return self._engine
+
+    @override
+    def _sample(
+        self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
+    ) -> Rollout:
+        assert isinstance(module, PostTrainingModule)  # checked in `setup`
+        if self._weights_step != trainer.global_step:
+            with module.phase("update_weights"):
+                self._vllm.load_weights(module.contract.named_weights(module.policy))
+            self._weights_step = trainer.global_step
+            with module.phase("canary"):
+                self._check_canary(module, batch, trainer.global_step)
+        return super()._sample(trainer, module, batch, sampling, purpose)
+
+    def _check_canary(self, module: PostTrainingModule, batch: dict[str, Any], step: int) -> None:
+        """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
+        if self._canary is None:
+            rows = slice(CANARY_PROMPTS)
+            ids, mask = batch["prompt_ids"][rows], batch["prompt_mask"][rows]
+            seeds = [[derive_seed("canary", row)] for row in range(len(ids))]
+            self._canary = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
+        tokens = min(CANARY_TOKENS, self.sampling.max_new_tokens)
+        sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens)
+        rollout = self._vllm.generate(self._canary, sampling)
+        self._vllm.drop_caches()  # a resumed run may have other canaries, and must find the same cache
+        self._canary_gap = log_prob_gap(module, rollout)
+        if not self._canary_gap <= self.canary_limit:
+            raise RuntimeError(gap_message(self._canary_gap, self.canary_limit, step))
+
+    def _max_model_len(self, trainer: Trainer) -> int | None:
+        """The longest prompt and response; without a limit on prompts, what the model can read."""
+        longest_prompt = getattr(getattr(trainer, "datamodule", None), "max_prompt_length", None)
+        longest_response = max(self.sampling.max_new_tokens, self.val_sampling.max_new_tokens)
+        return None if longest_prompt is None else longest_prompt + longest_response
+
+
+def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
+    """Which of vLLM's log-probs are those of the trainer: at the temperature, over the whole vocabulary.
+
+    Raises:
+        ValueError: If none is.
+    """
+    if not sampling.is_truncated:
+        return "processed_logprobs"
+    if sampling.temperature == 1:
+        return "raw_logprobs"
+    raise ValueError(
+        "`rollout.sampling` sets `top_p` or `top_k`, after which vLLM gives log-probs over the whole vocabulary at"
+        f" temperature 1 only, but `temperature` is {sampling.temperature}. Set it to 1, or `top_p: 1` and `top_k: 0`."
+    )
+
+
+def engine_dtype(precision: str | None, weights_dtype: str) -> str:
+    """The type that the trainer computes in: that of ``trainer.precision``, else that of the weights."""
+    name = (precision or "").partition("-")[0]
+    return {"bf16": "bfloat16", "16": "float16"}.get(name, weights_dtype)
+
+
+def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
+    """Mean ``|trainer's log-prob - engine's|`` over the response tokens of all ranks, in nats. Collective."""
+    (scores,) = module.contract.forward(module.policy, [rollout])
+    assert scores.log_probs is not None
+    differences = (scores.log_probs - rollout.rollout_log_probs).abs()
+    mask = rollout.response_mask
+    sums = torch.stack([masked_sum(differences, mask), mask.sum().to(differences.dtype)])
+    total, count = module.contract.sum_over_data_parallel(sums)
+    return float(total / count)
+
+
+def gap_message(gap: float, limit: float, step: int) -> str:
+    """Why a run stops whose engine samples from another policy than the one in training."""
+    return (
+        f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
+        f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
+        " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
+        " compute in different types (`trainer.precision`, `actor.dtype`). If `rollout: HFRollout` trains well from"
+        " here, the sync is broken; if the gap grew slowly, raise the limit or compute in float32."
+    )

@@ -1,0 +1,79 @@
+"""What `VLLMRollout` refuses, and what it costs those who don't use it; needs no vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from tests.runs import make_ppo, make_prompts, make_trainer
+from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.callbacks.vllm_rollout import engine_dtype, log_probs_mode
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.vllm import launcher
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory_utilization": 0.0}, r"`rollout.gpu_memory_utilization` must lie in \(0, 1\], got 0.0"),
+        ({"gpu_memory_utilization": 1.5}, r"`rollout.gpu_memory_utilization` must lie in \(0, 1\], got 1.5"),
+        ({"canary_limit": 0.0}, r"`rollout.canary_limit` must be above 0 nats per token, got 0.0"),
+        ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
+        ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, r"`temperature` is 0.7. Set it to 1, or"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        VLLMRollout(**options)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode"),
+    [
+        (SamplingConfig(temperature=0.7), "processed_logprobs"),
+        (SamplingConfig(top_p=0.9), "raw_logprobs"),
+        (SamplingConfig(top_k=9), "raw_logprobs"),
+    ],
+)
+def test_log_probs_are_over_the_whole_vocabulary(sampling, mode):
+    assert log_probs_mode(sampling) == mode
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "dtype"),
+    [
+        ("32-true", "float32", "float32"),
+        ("bf16-mixed", "float32", "bfloat16"),
+        ("bf16-true", "float32", "bfloat16"),
+        ("16-mixed", "float32", "float16"),
+        ("32-true", "bfloat16", "bfloat16"),
+        (None, "float32", "float32"),
+    ],
+)
+def test_the_engine_computes_in_the_type_of_the_trainer(precision, weights, dtype):
+    assert engine_dtype(precision, weights) == dtype
+
+
+def test_a_single_process_on_another_gpu_is_refused():
+    with pytest.raises(MisconfigurationException, match="uses cuda:1.*`CUDA_VISIBLE_DEVICES=1`"):
+        launcher(torch.device("cuda", 1))
+    assert launcher(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_file):
+    trainer = make_trainer(tmp_path, VLLMRollout())
+
+    with pytest.raises(MisconfigurationException, match=r"needs vLLM.*No module named 'vllm'.*HFRollout"):
+        trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+def test_the_package_does_not_import_vllm():
+    code = "import sys, verl_lightning.callbacks; sys.exit('vllm' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
