@@ -1,6 +1,6 @@
 # make run            install and train the quick start on this machine, about five minutes
 # make test           install and run the fast core of the tests, slow ones included
-# make test-backends  tests that need a heavy back end
+# make test-backends  install vLLM for CPUs and run the tests that need it, on Python 3.11
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -29,8 +29,8 @@ test: install lint
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
 
-test-backends: install
-	$(BIN)/python tests/run_backends.py
+test-backends:
+	$(PYTHON) tests/run_backends.py
 
 lint: install
 	$(BIN)/ruff check .
@@ -38,4 +38,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-backends build dist *.egg-info
