@@ -74,7 +74,7 @@ EXPERIMENTS = {
 }
 
 
-FAST = {("grpo", "early"), ("grpo", "late"), ("critic", "early"), ("lora", "early"), ("sft", "early")}
+FAST = {("grpo", "early"), ("critic", "early"), ("sft", "early")}
 CASES = [
     pytest.param(kind, killed, marks=[] if (kind, killed) in FAST else pytest.mark.slow)
     for kind in EXPERIMENTS
@@ -94,7 +94,7 @@ def whole(files):
     return run
 
 
-@pytest.mark.parametrize("step", range(1, NUM_STEPS))
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
 @pytest.mark.parametrize(("kind", "killed"), CASES)
 def test_resumed_run_equals_the_uninterrupted_one(whole, kind, step, killed):
     """Three steps are an epoch, so that checkpoints lie before, on and behind its end."""
@@ -103,9 +103,9 @@ def test_resumed_run_equals_the_uninterrupted_one(whole, kind, step, killed):
     resumed = experiment.resume(step, killed)
 
     assert resumed.trainer.global_step == NUM_STEPS
-    num_left = len(resumed.order.rows)
-    assert resumed.order.rows == expected.order.rows[-num_left:]
-    assert resumed.order.tokens == expected.order.tokens[-num_left:]
+    num_done = len(expected.order.rows) - len(resumed.order.rows)
+    assert resumed.order.rows == expected.order.rows[num_done:]
+    assert resumed.order.tokens == expected.order.tokens[num_done:]
     assert_same_state(resumed.module.state_dict(), expected.module.state_dict())
     for ours, theirs in zip(resumed.trainer.optimizers, expected.trainer.optimizers, strict=True):
         assert_same_state(ours.state_dict(), theirs.state_dict())

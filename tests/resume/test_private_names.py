@@ -19,7 +19,8 @@ def test_lightnings_private_names_are_still_there():
     assert trainer.fit_loop._data_fetcher is None
     assert callable(loop.val_loop.run)
     assert loop.val_loop.restarting is False
-    assert loop.batch_progress.current.started == loop.batch_progress.current.completed == 0
+    assert loop.max_steps == trainer.max_steps == -1
+    assert loop.batch_progress.current.ready == loop.batch_progress.current.completed == 0
     assert trainer.current_epoch == trainer.fit_loop.epoch_progress.current.completed
 
 

@@ -23,19 +23,22 @@ class FinishInterruptedStep(Callback):
 
     def __init__(self) -> None:
         self._step: dict[str, Any] | None = None
+        self._has_optimizers = False
+        self._max_steps: int | None = None  # the trainer's, while ours is in its place
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         loop = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress.current
         fetcher = trainer.fit_loop._data_fetcher
-        if not trainer.training or fetcher is None or progress.started == progress.completed:
+        if not trainer.training or fetcher is None or progress.ready == progress.completed:
             return  # between steps: nothing is outstanding
         connector = trainer._logger_connector
         is_logged = connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
         metrics = {name: float(value) for name, value in connector.metrics["log"].items()} if is_logged else {}
         checkpoint[STEP_KEY] = {
             "metrics": metrics,
+            "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "validates": loop._should_check_val_fx(fetcher),
         }
@@ -43,12 +46,21 @@ class FinishInterruptedStep(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._step = checkpoint.get(STEP_KEY)
+        if self._has_optimizers:  # sharded weights are loaded late
+            self._keep_open(trainer)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_optimizers = True  # and their schedules have read `max_steps`
+        self._keep_open(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step, self._step = self._step, None
         if step is None:
             return
+        if self._max_steps is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
         loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         resumed_epoch, epochs.completed = epochs.completed, step["epoch"]  # the step may have been its epoch's last
         if step["metrics"]:
@@ -59,3 +71,10 @@ class FinishInterruptedStep(Callback):
             loop.val_loop.run()
             trainer.training = True
         epochs.completed = resumed_epoch
+
+    def _keep_open(self, trainer: Trainer) -> None:
+        """Lets a run that was killed in its last step begin: Lightning would say that it is over, and call no hook."""
+        loop = trainer.fit_loop.epoch_loop
+        if self._step is not None and loop.max_steps == self._step["global_step"]:
+            self._max_steps = loop.max_steps
+            loop.max_steps += 1
