@@ -68,7 +68,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
             of memory for each weight on every device. False reduces them after each micro-batch.
         cpu_offload: Keep weights, gradients and optimizer state in the host's memory, and step there.
         checkpoint_every: Where a model's ``gradient_checkpointing`` is on, recompute every so many blocks; 1 is all.
-        compile: Compile each block with ``torch.compile``; pays when many batches have the same shape.
+        compile: Compile each block and the log-probs with ``torch.compile``; pays when batches share their shapes.
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
     """
@@ -155,6 +155,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
         source = self._build_on_first_rank(config, head, trainable)
         model = build_skeleton(config, head, trainable=trainable)
+        model.is_compiled = self.compile
         blocks = transformer_blocks(model.backbone)
         for index, block in enumerate(blocks):
             if index % self.checkpoint_every:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs, token_sum_squared_probs
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
@@ -23,6 +24,9 @@ from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
+
+PLAIN_HEADS = frozenset({"llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
+"""Model types whose logits are ``lm_head(last_hidden_state)``, neither capped nor scaled: they are made in chunks."""
 
 
 class TokenScorer(nn.Module):
@@ -39,6 +43,7 @@ class TokenScorer(nn.Module):
         self.backbone = backbone
         self.value_head = value_head
         self.head = head
+        self.is_compiled = False  # whether log-probs come from fused kernels; the strategy says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
@@ -58,24 +63,50 @@ class TokenScorer(nn.Module):
         if self.head == "value":
             hidden = self.backbone(**inputs).last_hidden_state[:, -num_positions:-1]
             return Scores(values=self._values(hidden))
-        needs_hidden = self.value_head is not None
-        output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
-        values = self._values(output.hidden_states[-1][:, -num_positions:-1]) if needs_hidden else None
-        logits = output.logits[:, :-1]
-        if not with_entropy:
-            log_probs = token_log_probs(logits, batch.response_ids, temperature=batch.temperature)
-            return Scores(log_probs=log_probs, values=values)
-        log_probs, entropy = log_probs_and_entropy(logits, batch.response_ids, temperature=batch.temperature)
-        if self.scores_squares and not torch.is_grad_enabled():
-            squares = token_sum_squared_probs(logits, temperature=batch.temperature)
-            return Scores(log_probs=log_probs, entropy=entropy, sum_squared_probs=squares, values=values)
-        return Scores(log_probs=log_probs, entropy=entropy, values=values)
+        if (output_head := self._linear_head()) is not None:
+            hidden = self.backbone.base_model(**inputs).last_hidden_state[:, -num_positions:-1]
+            scores = self._from_hidden(hidden, output_head.weight, batch, with_entropy)
+        else:
+            needs_hidden = self.value_head is not None
+            output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
+            hidden = output.hidden_states[-1][:, -num_positions:-1] if needs_hidden else None
+            scores = self._from_logits(output.logits[:, :-1], batch, with_entropy)
+        return scores if self.value_head is None else replace(scores, values=self._values(hidden))
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Within it the base weights alone answer; a no-op for a model without adapters."""
         with adapters_off(self.backbone):
             yield
+
+    def _linear_head(self) -> nn.Linear | None:
+        """The output head if log-probs follow from hidden states and its weight alone; see `PLAIN_HEADS`."""
+        head = self.backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
+        is_plain = type(head) is nn.Linear and head.bias is None and not self.scores_squares
+        return head if is_plain and self.backbone.config.model_type in PLAIN_HEADS else None
+
+    def _from_hidden(self, hidden: Tensor, weight: Tensor, batch: TokenBatch, with_entropy: bool) -> Scores:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        log_probs, entropy = linear_log_probs(
+            hidden.to(dtype),
+            weight.to(dtype),
+            batch.response_ids,
+            temperature=batch.temperature,
+            with_entropy=with_entropy,
+            compiled=self.is_compiled,
+        )
+        return Scores(log_probs=log_probs, entropy=entropy if with_entropy else None)
+
+    def _from_logits(self, logits: Tensor, batch: TokenBatch, with_entropy: bool) -> Scores:
+        labels, temperature, compiled = batch.response_ids, batch.temperature, self.is_compiled
+        if not with_entropy:
+            return Scores(log_probs=token_log_probs(logits, labels, temperature=temperature, compiled=compiled))
+        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature=temperature, compiled=compiled)
+        squares = None
+        if self.scores_squares and not torch.is_grad_enabled():
+            squares = token_sum_squared_probs(logits, temperature=temperature)
+        return Scores(log_probs=log_probs, entropy=entropy, sum_squared_probs=squares)
 
     def _values(self, hidden: Float[Tensor, "batch response hidden"]) -> Float[Tensor, "batch response"]:
         assert self.value_head is not None

@@ -1,0 +1,89 @@
+"""Log-probabilities straight from hidden states: the logits of the whole sequence are never held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from verl_lightning.functional.log_probs import _backward_chunk, _forward_chunk, _fused
+
+_CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 2**29
+"""Logits at a time: enough rows for fast matrix products. Fused kernels hold no float32 copies of them."""
+
+
+def linear_log_probs(
+    hidden: Float[Tensor, "batch response hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    labels: Int[Tensor, "batch response"],
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    compiled: bool = False,
+) -> tuple[Float[Tensor, "batch response"], Float[Tensor, "batch response"]]:
+    """Log-probability of each label, and entropy of its distribution, under a linear head without bias.
+
+    Computes, for ``logits = hidden @ weight.T / temperature``::
+
+        log_softmax(logits)[label]
+
+    The logits are made a chunk at a time, in the forward and again in the backward pass: a matrix product more, and
+    memory for one chunk instead of twice the logits.
+
+    Args:
+        hidden: Of the position before each label, after the last norm.
+        weight: Of the output head, in the type of ``hidden``.
+        labels: Token ids.
+        temperature: Softmax temperature, dimensionless, above 0.
+        with_entropy: Compute the entropy; it is 0 otherwise.
+        compiled: Fuse the kernels with `torch.compile`.
+
+    Returns:
+        Both in nats and float32.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    outputs = _LinearLogProbs.apply(rows, weight, labels.reshape(-1), (temperature, with_entropy, compiled))  # type: ignore[no-untyped-call]
+    log_probs, entropy = (output.view(labels.shape) for output in outputs)
+    return log_probs, entropy
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: tuple[float, bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        temperature, with_entropy, compiled = options
+        forward_chunk = _fused(_forward_chunk) if compiled else _forward_chunk
+        parts = [
+            forward_chunk(hidden[rows] @ weight.T, labels[rows], temperature, with_entropy)
+            for rows in _chunks(len(hidden), len(weight), compiled)
+        ]
+        log_probs, entropy, log_normalizer = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, entropy, log_normalizer)
+        ctx.options = options
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        temperature, with_entropy, compiled = ctx.options
+        backward_chunk: Callable[..., Tensor] = _fused(_backward_chunk) if compiled else _backward_chunk
+        hidden, weight = ctx.saved_tensors[:2]
+        columns = (*ctx.saved_tensors[2:], *grads)
+        grad_hidden = torch.empty_like(hidden)
+        # Summed over chunks in float32, whatever the type of the products.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(len(hidden), len(weight), compiled):
+            logits = hidden[rows] @ weight.T
+            grad = backward_chunk(logits, *(column[rows] for column in columns), temperature, with_entropy)
+            grad_hidden[rows] = grad.to(weight.dtype) @ weight
+            if grad_weight is not None:
+                grad_weight += grad.to(hidden.dtype).T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(length: int, vocab: int, compiled: bool) -> list[slice]:
+    width = max(1, (_FUSED_CHUNK_NUMEL if compiled else _CHUNK_NUMEL) // vocab)
+    return [slice(start, start + width) for start in range(0, max(1, length), width)]
