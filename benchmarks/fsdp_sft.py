@@ -1,0 +1,258 @@
+"""Speed of supervised fine-tuning with `fsdp` inside `Trainer.fit`, and of the same step in a bare loop beside it.
+
+On one to four GPUs, from the root of the repository::
+
+    python benchmarks/fsdp_sft.py --devices 1 --out results.json
+
+Trains a randomly initialised model of Qwen3-0.6B's shape on random tokens: float32 weights, bfloat16 compute, two
+sequences a step and device, with and without recomputing all activations. Model FLOPs are counted as
+``6 * parameters + 12 * layers * heads * (hidden / heads) * length`` a token, as published figures do, over the H100's
+989 TFLOP/s in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from typing_extensions import override
+
+from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.modules import SFTModule
+from verl_lightning.strategies import STRATEGIES
+from verl_lightning.types import TokenBatch
+
+PEAK_FLOPS = 989e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row of the table."""
+
+    length: int
+    """Tokens of a sequence."""
+
+    checkpointing: bool
+    """Whether all activations are recomputed."""
+
+    devices: int
+    """Processes."""
+
+    fit_tokens_per_second: float
+    """Inside `Trainer.fit`, of all devices together."""
+
+    bare_tokens_per_second: float
+    """The same steps called in a plain loop."""
+
+    mfu: float
+    """Inside `Trainer.fit`; a share of the devices' peak."""
+
+    peak_gib: float
+    """Most memory that torch held on a device."""
+
+    loss: float
+    """Of the last step in the bare loop, in nats; near the vocabulary's log."""
+
+
+class StepTimer(Callback):
+    """Times steps inside `fit`, then the same step outside Lightning's loop.
+
+    Args:
+        warmup: Steps that are not counted: they compile.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.ends: list[float] = []
+        self.bare: list[float] = []
+        self.loss = float("nan")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.ends.append(now(trainer))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, SFTModule)
+        optimizer: Any = trainer.optimizers[0]
+        ends = []
+        for batch in trainer.train_dataloader:
+            self.loss = bare_step(pl_module, optimizer, batch.to(pl_module.device))
+            ends.append(now(trainer))
+        self.bare = seconds_between(ends)
+
+    @property
+    def fit(self) -> list[float]:
+        """Seconds of each counted step."""
+        return seconds_between(self.ends)[self.warmup :]
+
+
+def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> float:
+    """What `fit` does in a step, without its loop, hooks and logs."""
+    contract = module.contract
+    tokens = contract.sum_over_data_parallel(batch.response_mask.sum())
+
+    def loss_fn(scores: Any, batch: TokenBatch) -> Any:
+        return -(scores.log_probs * batch.response_mask).sum() / tokens, {}
+
+    loss, _ = contract.train_loss(module.policy, batch, loss_fn)
+    contract.backward(loss, None)  # type: ignore[attr-defined]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = contract.gradient_norm(parameters)
+    torch.nn.utils.clip_grads_with_norm_(parameters, module.policy_config.optim.max_grad_norm, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(contract.sum_over_data_parallel(loss.detach())) / contract.gradient_divisor
+
+
+def now(trainer: Trainer) -> float:
+    """Seconds, once the device has done all its work."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds_between(ends: list[float]) -> list[float]:
+    """Of consecutive moments."""
+    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+
+
+def random_batches(vocab_size: int, length: int, count: int) -> DataLoader[TokenBatch]:
+    """Two sequences each, of which every token but the first is learnt."""
+    generator = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
+    ids = torch.randint(0, vocab_size, (count, 2, length + 1), generator=generator)
+    mask = torch.ones(2, length + 1, dtype=torch.bool)
+    batches = [TokenBatch(input_ids=rows, attention_mask=mask, response_mask=mask[:, 1:]) for rows in ids]
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def write_model(folder: Path) -> None:
+    """A random model of Qwen3-0.6B's shape, unless it is there."""
+    if folder.exists() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+    )
+    draft = folder.with_name(f".{folder.name}")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(draft)
+    draft.rename(folder)
+
+
+def flops_per_token(model: torch.nn.Module, config: Any, length: int) -> float:
+    """See the top of this file."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length
+
+
+def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) -> Result:
+    """One fit and one bare loop."""
+    timer = StepTimer(warmup=arguments.warmup)
+    options = {"compile": arguments.compile, "reshard_after_forward": arguments.reshard}
+    own = STRATEGIES[arguments.strategy] if arguments.strategy != "auto" else None
+    strategy = "auto" if own is None else own(**options if arguments.strategy == "fsdp" else {})
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        strategy=strategy,
+        precision=arguments.precision,
+        max_steps=arguments.warmup + arguments.steps + 1,
+        callbacks=[timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    config = ModelConfig(path=str(arguments.model), optim=OptimConfig(lr=1e-5), gradient_checkpointing=checkpointing)
+    module = SFTModule(config)
+    shape = AutoConfig.from_pretrained(arguments.model)
+    trainer.fit(module, random_batches(shape.vocab_size, length, arguments.warmup + arguments.steps + 1))
+    tokens = 2 * length * trainer.world_size
+    speed = tokens / statistics.median(timer.fit)
+    result = Result(
+        length=length,
+        checkpointing=checkpointing,
+        devices=trainer.world_size,
+        fit_tokens_per_second=round(speed, 1),
+        bare_tokens_per_second=round(tokens / statistics.median(timer.bare), 1),
+        mfu=round(speed * flops_per_token(module, shape, length) / trainer.world_size / PEAK_FLOPS, 4),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
+        loss=round(timer.loss, 4),
+    )
+    del trainer, module, timer, strategy
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
+
+
+def show(text: str) -> None:
+    """Print on one rank, at once."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, flush=True)  # noqa: T201
+
+
+def main() -> None:
+    """Measure each length, with and without recomputation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("/tmp/qwen3-0.6b-random"), help="folder; made if absent")
+    parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens of a sequence")
+    parser.add_argument("--checkpointing", choices=["full", "none"], nargs="+", default=["full", "none"])
+    parser.add_argument("--steps", type=int, default=10, help="counted steps")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks, under `fsdp`")
+    parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=False, help="after forward")
+    parser.add_argument("--accelerator", default="gpu")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    write_model(arguments.model)
+    show("| length | recompute | devices | tok/s in fit | tok/s bare | loop cost | MFU | peak GiB | loss |")
+    show("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    results = []
+    for length in arguments.lengths:
+        for checkpointing in arguments.checkpointing:
+            row = measure(arguments, length=length, checkpointing=checkpointing == "full")
+            results.append(asdict(row))
+            cost = row.bare_tokens_per_second / row.fit_tokens_per_second - 1
+            show(
+                f"| {row.length} | {checkpointing} | {row.devices} | {row.fit_tokens_per_second:,.0f}"
+                f" | {row.bare_tokens_per_second:,.0f} | {cost:+.1%} | {row.mfu:.1%} | {row.peak_gib} | {row.loss} |"
+            )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report = json.dumps({"device": device, "torch": torch.__version__, "results": results})
+    show(report)
+    if arguments.out is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        arguments.out.write_text(report)
+
+
+if __name__ == "__main__":
+    main()
