@@ -22,8 +22,8 @@ class RolloutCallback(Callback):
 
     When advantages compare with greedy responses, it adds those too, as ``batch["greedy_rollout"]``.
 
-    The policy's weights go to the engine whenever an optimizer step has changed them, so that every response comes
-    from the newest policy.
+    The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
+    validation, so that every response comes from the newest policy.
 
     Args:
         sampling: How training responses are sampled.
@@ -64,6 +64,14 @@ class RolloutCallback(Callback):
         if getattr(pl_module, "needs_greedy_rollout", False):
             greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
             batch["greedy_rollout"] = self._sample(trainer, pl_module, batch, greedy, "greedy")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._weights_step = -1  # callbacks such as `EMAWeightAveraging` put other weights in place for a validation
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._weights_step = -1
 
     @override
     def on_validation_batch_start(
