@@ -86,19 +86,28 @@ class VLLMRollout(RolloutCallback):
         )
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._rest()
+
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         pl_module.log("rollout/canary_gap", self._canary_gap, batch_size=1)
-        if self.sleeps:
-            self._vllm.sleep()
-            self._weights_step = -1  # sleep forgets the weights
+        self._rest()
 
     @property
     def _vllm(self) -> VLLMEngine:
         assert isinstance(self._engine, VLLMEngine)
         return self._engine
+
+    def _rest(self) -> None:
+        """Make room for the trainer until the next sync."""
+        if self.sleeps:
+            self._vllm.sleep()
+            self._weights_step = -1  # sleep forgets the weights
 
     @override
     def _sample(
