@@ -18,3 +18,15 @@ def fails_on_even(sample):
     if starts_even(sample):
         raise RuntimeError("an even start")
     return even_share(sample)
+
+
+def fails_on_even_rows(sample):
+    """Like `even_share`, but fails for every other row of the data."""
+    if sample.extra_info["index"] % 2 == 0:
+        raise RuntimeError("an even row")
+    return even_share(sample)
+
+
+def fails(sample):
+    """Always."""
+    raise RuntimeError("as ever")

@@ -57,3 +57,14 @@ def write_chat_file(path: Path, *, num_rows: int = 64) -> Path:
     rows = [quickstart.prompt_row(question, split="train", index=index) for index, question in enumerate(questions)]
     quickstart.write_jsonl(path, map(quickstart.chat_row, rows))
     return path
+
+
+def write_uneven_chat_file(path: Path, *, num_rows: int = 64) -> Path:
+    """Writes chats whose answers have one to seven characters, as JSON Lines, and returns the path."""
+    answers = [str(index) * (1 + index * index % 7) for index in range(num_rows)]
+    chats = [
+        {"messages": [{"role": "user", "content": "repeat"}, {"role": "assistant", "content": answer[:7]}]}
+        for answer in answers
+    ]
+    quickstart.write_jsonl(path, chats)
+    return path

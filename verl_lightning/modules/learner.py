@@ -146,7 +146,7 @@ class Learner:
                 table.add(metrics)
             norm = self.contract.clip_and_step(role.optimizer, role.max_grad_norm, count=count)
         is_finite, ranks = norm.isfinite(), self.contract.data_parallel_size
-        is_empty = ~batch.experience.response_mask.any()
+        is_empty = batch.normalizer.num_tokens == 0  # on all ranks
         table.add(
             {
                 f"{name}/grad_norm": mean(norm.nan_to_num(posinf=0.0), is_finite),

@@ -1,0 +1,300 @@
+"""What every strategy must do: scenarios to run under it, whose results must equal those of one process under `auto`.
+
+A scenario is a function of a `Bench`; it is run on every rank and returns numbers and tensors that are equal on all of
+them. `run_conformance.py` runs all under one strategy, with Lightning's own launcher; `test_conformance.py` compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from tests.runs import (
+    Recorder,
+    make_chats,
+    make_model_config,
+    make_ppo,
+    make_prompts,
+    make_reward,
+    make_rollout,
+    make_sft,
+    make_trainer,
+)
+from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
+from verl_lightning.models.config import LoraConfig, OptimConfig
+from verl_lightning.modules import PPOModule
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.micro_batches import split_micro_batches
+from verl_lightning.modules.objectives import Normalizer, PolicyObjective
+from verl_lightning.modules.policy_losses import PPOClip
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
+from verl_lightning.strategies import STRATEGIES
+from verl_lightning.strategies.base import with_gradient
+from verl_lightning.types import Experience, Rollout
+
+Results = dict[str, Any]
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSSES = ("train/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss", "critic/score/mean")
+NORMS = ("train/grad_norm", "actor/grad_norm", "critic/grad_norm")
+COUNTS = ("train/global_tokens", "actor/skipped_updates", "train/empty_batches", "train/excluded_sequences")
+COUNTS += ("reward/errors", "training/global_step", "perf/total_num_tokens", "train/frac_zero_std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where scenarios run."""
+
+    strategy: str
+    """Ours by name, or `auto`."""
+
+    devices: int
+    """Processes; 1, 2 or 4."""
+
+    folder: Path
+    """Holds the model and the data; see `write_inputs`."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+
+    def fit(self, module: LightningModule, *callbacks: Callback, **options: Any) -> Results:
+        """Three steps: losses, norms, counts, the sampled responses and what became of the weights."""
+        is_ppo = isinstance(module, PPOModule)
+        recorder, weights, responses = Recorder(), WeightChange(), Responses()
+        ours = [make_rollout(), responses] if is_ppo else []
+        # As `verl-fit` does: Lightning refuses the name `fsdp` on CPUs, which is its FSDP1's.
+        strategy = STRATEGIES[self.strategy](**self.options) if self.strategy in STRATEGIES else self.strategy
+        settings = {"strategy": strategy, "devices": self.devices} | options
+        trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
+        per_rank = 8 // self.devices // trainer.accumulate_grad_batches
+        data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
+        trainer.fit(module, datamodule=data)
+        series = {
+            kind: {name: [step.get(name) for step in recorder.steps] for name in names}
+            for kind, names in {"losses": LOSSES, "norms": NORMS, "counts": COUNTS}.items()
+        }
+        return series | {"weight_change": weights.change(), "responses": responses.by_step}
+
+    def chats(self, per_rank: int) -> Any:
+        """Chats of unequal lengths."""
+        return make_chats(self.folder / "chats.jsonl", batch_size=per_rank)
+
+    def model(self, **changes: Any) -> Any:
+        """The tiny model, with an epsilon that keeps AdamW from blowing up the rounding of gradients near zero."""
+        return make_model_config(self.folder / "model", optim=OptimConfig(lr=1e-3, eps=1e-5), **changes)
+
+    def ppo(self, **changes: Any) -> Any:
+        """A PPO module in which micro-batches divide nothing evenly."""
+        parts = {"actor": self.model(), "update": UpdateConfig(mini_batch_size=2, micro_batch_size=3)}
+        return make_ppo(self.folder / "model", **parts | changes)
+
+
+def write_inputs(folder: Path) -> None:
+    """The model and the data of all scenarios."""
+    write_tiny_folder(folder / "model")
+    write_prompt_file(folder / "prompts.jsonl")
+    write_uneven_chat_file(folder / "chats.jsonl")
+
+
+class WeightChange(Callback):
+    """How the policy's weights moved, by Hugging Face name, from start to end and in each step."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._take(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        self._take(pl_module)
+
+    def change(self) -> list[dict[str, Tensor]]:
+        """Of each step."""
+        pairs = zip(self.snapshots, self.snapshots[1:], strict=False)
+        return [{name: after[name] - before[name] for name in before} for before, after in pairs]
+
+    def _take(self, pl_module: Any) -> None:
+        weights = pl_module.contract.named_weights(pl_module.policy)
+        self.snapshots.append({name: weight.float().cpu().clone() for name, weight in weights})
+
+
+class Responses(Callback):
+    """The sampled tokens of each step by row of the data; must come after the rollout callback."""
+
+    def __init__(self) -> None:
+        self.by_step: list[dict[int, list[list[int]]]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        rollout, rows = batch["rollout"], batch["row_index"].tolist()
+        own: dict[int, list[list[int]]] = {row: [] for row in rows}
+        for prompt, tokens, mask in zip(
+            rollout.prompt_index.tolist(), rollout.response_ids, rollout.response_mask, strict=True
+        ):
+            own[rows[prompt]].append(tokens[mask].tolist())
+        ranks = pl_module.contract.gather_over_data_parallel(own)
+        self.by_step.append({row: tokens for part in ranks for row, tokens in sorted(part.items())})
+
+
+def grpo_with_kl_and_entropy(bench: Bench) -> Results:
+    """Group advantages, a KL loss and an entropy bonus."""
+    update = UpdateConfig(mini_batch_size=2, micro_batch_size=3, entropy_coef=0.01)
+    return bench.fit(bench.ppo(kl=KLConfig(coef=0.1), update=update))
+
+
+def gae_with_own_critic(bench: Bench) -> Results:
+    """Two models and two optimizers; advantages whitened over all ranks."""
+    update = UpdateConfig(mini_batch_size=2, micro_batch_size=3, epochs=2)
+    return bench.fit(bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()), update=update))
+
+
+def gae_with_shared_trunk(bench: Bench) -> Results:
+    """A value head on the actor."""
+    return bench.fit(bench.ppo(advantage=GAE(), critic=CriticConfig(shared_coef=0.5)))
+
+
+def lora(bench: Bench) -> Results:
+    """Adapters, and the base weights as the reference."""
+    return bench.fit(bench.ppo(actor=bench.model(lora=LoraConfig(rank=4)), kl=KLConfig(coef=0.1)))
+
+
+def sft(bench: Bench) -> Results:
+    """Eight chats a step."""
+    return bench.fit(make_sft(bench.folder / "model", actor=bench.model()))
+
+
+def sft_accumulated(bench: Bench) -> Results:
+    """The same eight chats a step, in two batches."""
+    return bench.fit(make_sft(bench.folder / "model", actor=bench.model()), accumulate_grad_batches=2)
+
+
+def one_rank_without_rewards(bench: Bench) -> Results:
+    """Every other row has no reward: all rows of rank 0 if there are two."""
+    return bench.fit(bench.ppo(reward=make_reward("fails_on_even_rows", max_error_share=1.0)))
+
+
+def one_rank_without_rewards_for_its_critic(bench: Bench) -> Results:
+    """The same with a critic, whose advantages are whitened over all ranks."""
+    reward = make_reward("fails_on_even_rows", max_error_share=1.0)
+    return bench.fit(bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()), reward=reward))
+
+
+def nothing_to_train_on(bench: Bench) -> Results:
+    """No response has a reward."""
+    return bench.fit(bench.ppo(reward=make_reward("fails", max_error_share=1.0)))
+
+
+class ExplodingLoss(PPOClip):
+    """Infinite in the second iteration on rank 0."""
+
+    module: PPOModule
+
+    def __call__(self, log_probs: Tensor, experience: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, metrics = super().__call__(log_probs, experience)
+        is_bad = self.module.trainer.global_step == 1 and self.module.contract.data_parallel_rank == 0
+        return losses * (float("inf") if is_bad else 1.0), dict(metrics)
+
+
+def infinite_gradient(bench: Bench) -> Results:
+    """One rank's gradient explodes in the second iteration."""
+    loss = ExplodingLoss()
+    loss.module = module = bench.ppo(policy_loss=loss)
+    return bench.fit(module)
+
+
+class GradientProbe(Callback):
+    """Measures the gradient of the first step's responses in many ways; must come after the rollout callback."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, tuple[float, float]] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > 0:
+            return
+        sizes = {"16x1": 1, "4x4": 4, "uneven": 1 if pl_module.contract.data_parallel_rank == 0 else 8}
+        for aggregation in AGGREGATIONS:
+            for cut, size in sizes.items():
+                self.measured[f"{aggregation}, {cut}"] = loss_and_norm(pl_module, batch["rollout"], aggregation, size)
+
+
+def loss_and_norm(module: PPOModule, rollout: Rollout, aggregation: Any, size: int) -> tuple[float, float]:
+    """Loss and gradient norm of one mini-batch with all responses of all ranks."""
+    mask, reduce = rollout.response_mask, module.contract.sum_over_data_parallel
+    counts = reduce(torch.stack([mask.sum(), mask.any(-1).sum()]))
+    normalizer = Normalizer(
+        aggregation=aggregation, num_tokens=counts[0], num_sequences=counts[1], max_response_length=6
+    )
+    objective = PolicyObjective(
+        policy_loss=PPOClip(), normalizer=normalizer, kl=None, kl_coef=0.0, entropy_coef=0.3, is_on_policy=False
+    )
+    shares: list[Tensor] = []
+
+    def loss_fn(scores: Any, batch: Any) -> Any:
+        share, metrics = objective(scores, batch)
+        shares.append(share.detach().clone())
+        return share, metrics
+
+    batches = split_micro_batches(made_up_experience(rollout), size)
+    module.contract.forward_backward(module.policy, batches, loss_fn, with_entropy=True)
+    optimizer: Any = module.optimizers()
+    norm = module.contract.gradient_norm(with_gradient(optimizer))
+    optimizer.zero_grad()
+    return float(reduce(torch.stack(shares).sum())), float(norm)
+
+
+def made_up_experience(rollout: Rollout) -> Experience:
+    """Advantages that depend on nothing but the tokens, and ratios away from 1."""
+    return Experience(
+        input_ids=rollout.input_ids,
+        attention_mask=rollout.attention_mask,
+        response_mask=rollout.response_mask,
+        rollout_log_probs=rollout.rollout_log_probs,
+        old_log_probs=rollout.rollout_log_probs + 0.1,
+        advantages=rollout.response_ids.float().sin(),
+    )
+
+
+def gradients_of_any_cut(bench: Bench) -> Results:
+    """The gradient of 16 responses in micro-batches of many sizes, for every aggregation, and the steps after it."""
+    probe = GradientProbe()
+    return bench.fit(bench.ppo(), probe) | {"measured": probe.measured}
+
+
+def whole_weights(bench: Bench) -> Results:
+    """The weights as the rollout engine and checkpoints get them, before training."""
+    taken: dict[str, dict[str, Tensor]] = {}
+    for name, lora_config in {"full": None, "lora": LoraConfig(rank=4)}.items():
+        weights = WeightChange()
+        bench.fit(bench.ppo(actor=bench.model(lora=lora_config)), weights, max_steps=1)
+        taken[name] = weights.snapshots[0]
+    return {"named_weights": taken}
+
+
+SCENARIOS: dict[str, Callable[[Bench], Results]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        grpo_with_kl_and_entropy,
+        gae_with_own_critic,
+        gae_with_shared_trunk,
+        lora,
+        sft,
+        sft_accumulated,
+        one_rank_without_rewards,
+        one_rank_without_rewards_for_its_critic,
+        nothing_to_train_on,
+        infinite_gradient,
+        gradients_of_any_cut,
+        whole_weights,
+    )
+}
+
+
+def run_scenarios(bench: Bench) -> Iterator[tuple[str, Results]]:
+    """All of them, each from the same seed."""
+    for name, scenario in SCENARIOS.items():
+        seed_everything(0, verbose=False)
+        yield name, scenario(bench)

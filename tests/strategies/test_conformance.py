@@ -1,0 +1,132 @@
+"""Every strategy on two processes gives what one process gives; the tolerances are those of the issue."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, run_scenarios, write_inputs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("run_conformance.py")
+RUNS = sorted(SCENARIOS.keys() - {"whole_weights"})
+STRATEGIES = ["ddp", "fsdp"]
+TOLERANCES = {"losses": 1e-4, "norms": 1e-3, "counts": 0.0}
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the data of all scenarios."""
+    folder = tmp_path_factory.mktemp("conformance")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(inputs: Path) -> dict[str, Any]:
+    """Results of one process without a strategy of ours."""
+    return dict(run_scenarios(Bench(strategy="auto", devices=1, folder=inputs)))
+
+
+@pytest.fixture(scope="session", params=STRATEGIES)
+def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
+    """Results of two processes; a hang is a failure."""
+    out = inputs / f"{request.param}.pt"
+    command = [sys.executable, SCRIPT, "--strategy", request.param, "--devices", "2", "--folder", inputs, "--out", out]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("scenario", RUNS)
+def test_losses_norms_and_counts_are_those_of_one_process(expected, actual, scenario):
+    for kind, tolerance in TOLERANCES.items():
+        for name, values in expected[scenario][kind].items():
+            others = actual[scenario][kind][name]
+            assert len(others) == len(values)
+            for step, (value, other) in enumerate(zip(values, others, strict=True)):
+                assert same(value, other, tolerance), f"{name} of step {step}: {other}, expected {value}"
+
+
+@pytest.mark.parametrize("scenario", RUNS)
+def test_responses_are_those_of_one_process(expected, actual, scenario):
+    assert actual[scenario]["responses"] == expected[scenario]["responses"]
+
+
+@pytest.mark.parametrize("scenario", RUNS)
+def test_weights_change_as_in_one_process(expected, actual, scenario):
+    """In every step, measured over all weights together."""
+    pairs = zip(expected[scenario]["weight_change"], actual[scenario]["weight_change"], strict=True)
+    for change, other in pairs:
+        assert change.keys() == other.keys()
+        flat, other_flat = (torch.cat([part[name].flatten() for name in sorted(part)]) for part in (change, other))
+        assert (flat - other_flat).norm() <= 1e-3 * flat.norm()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(expected, actual, aggregation):
+    """16x1, 4x4 and counts that differ between ranks, in one process and in two."""
+    loss, norm = expected["gradients_of_any_cut"]["measured"][f"{aggregation}, 16x1"]
+    for results in (expected, actual):
+        for cut in ("16x1", "4x4", "uneven"):
+            other_loss, other_norm = results["gradients_of_any_cut"]["measured"][f"{aggregation}, {cut}"]
+            assert other_loss == pytest.approx(loss, rel=1e-5)
+            assert other_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_whole_weights_are_those_of_the_folder(inputs, actual):
+    """Hugging Face names, tied weights once, adapters merged (new ones change nothing)."""
+    folder = load_file(inputs / "model" / "model.safetensors")
+    assert "lm_head.weight" not in folder  # tied to the embedding
+    for weights in actual["whole_weights"]["named_weights"].values():
+        assert_close(weights, folder, rtol=0, atol=0)
+
+
+def test_a_rank_without_rewards_still_takes_part(expected, actual):
+    for results in (expected, actual):
+        counts = results["one_rank_without_rewards"]["counts"]
+        assert counts["train/excluded_sequences"] == [8.0, 8.0, 8.0]
+        assert counts["reward/errors"] == [8.0, 8.0, 8.0]
+        assert counts["train/empty_batches"] == [0.0, 0.0, 0.0]  # each mini-batch has rows of the other rank
+
+
+def test_a_step_without_rewards_has_a_gradient_of_zeros(actual):
+    results = actual["nothing_to_train_on"]
+    assert results["counts"]["train/empty_batches"] == [2.0, 2.0, 2.0]
+    assert results["counts"]["actor/skipped_updates"] == [0.0, 0.0, 0.0]
+    assert results["norms"]["actor/grad_norm"] == [0.0, 0.0, 0.0]
+
+
+def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(actual):
+    results = actual["infinite_gradient"]
+    assert results["counts"]["actor/skipped_updates"] == [0.0, 2.0, 0.0]
+    assert results["counts"]["training/global_step"] == [1.0, 2.0, 3.0]
+    moved = [any(change.any() for change in step.values()) for step in results["weight_change"]]
+    assert moved == [True, False, True]
+
+
+def test_adapters_train(actual):
+    first = actual["lora"]["weight_change"][0]
+    assert first["model.layers.0.self_attn.q_proj.weight"].any()
+    assert not first["model.embed_tokens.weight"].any()
+
+
+def same(value: float | None, other: float | None, tolerance: float) -> bool:
+    """Equal within a relative tolerance; near 0, where losses cancel, within as much of 1."""
+    if value is None or other is None:
+        return value is other
+    if math.isnan(value):
+        return math.isnan(other)
+    return abs(value - other) <= tolerance * max(abs(value), 0.01)
