@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from tests.runs import Recorder
+from tests.tiny import quickstart
 from verl_lightning.lightning_cli import CLI
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -18,12 +19,11 @@ LEARNERS = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax"]
 @pytest.fixture(scope="session")
 def warm_folder(tmp_path_factory):
     """The quick start after its SFT, in a folder to run verl-fit from."""
-    from tests.tiny import quickstart
-
     folder = tmp_path_factory.mktemp("recipes")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        quickstart.main(["--out", "runs/quickstart"])
+        patch.setattr("sys.argv", ["prepare.py"])
+        quickstart.main()
         CLI(["fit", "--config", str(EXAMPLES / "quickstart" / "sft.yaml")])
     return folder
 
@@ -35,7 +35,8 @@ def run_recipe(name: str, folder: Path, *flags: str, patch: pytest.MonkeyPatch) 
     patch.setattr(CLI, "before_fit", lambda cli: cli.trainer.callbacks.append(recorder), raising=False)
     files = [EXAMPLES / "quickstart" / "grpo.yaml", EXAMPLES / "recipes" / f"{name}.yaml"]
     configs = [word for file in files for word in ("--config", str(file))]
-    CLI(["fit", *configs, "--trainer.limit_val_batches", "0", *flags])
+    quiet = ["--trainer.callbacks", "[]", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"]
+    CLI(["fit", *configs, *quiet, "--trainer.enable_checkpointing", "false", "--trainer.limit_val_batches", "0", *flags])
     return recorder
 
 
@@ -48,9 +49,9 @@ def test_there_is_a_recipe_for_each_method_people_ask_for():
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_takes_steps(name, warm_folder, monkeypatch):
     """Two iterations update the policy with finite numbers."""
-    flags = ["--trainer.max_steps", "2", "--data.prompts_per_step", "16", "--model.update.mini_batch_size", "8"]
+    sizes = ["--trainer.max_steps", "2", "--data.prompts_per_step", "16", "--model.update.mini_batch_size", "8"]
 
-    recorder = run_recipe(name, warm_folder, *flags, patch=monkeypatch)
+    recorder = run_recipe(name, warm_folder, *sizes, "--model.actor.optim.warmup_steps", "0", patch=monkeypatch)
 
     assert recorder.steps[-1]["training/global_step"] == 2
     assert 0 < recorder.steps[-1]["actor/grad_norm"] < float("inf")
@@ -60,8 +61,8 @@ def test_each_recipe_takes_steps(name, warm_folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_classical_recipes_raise_the_reward(name, warm_folder, monkeypatch):
-    """From about 0.25 by at least 0.2 within 16 iterations, measured over the first and last three."""
-    recorder = run_recipe(name, warm_folder, "--trainer.max_steps", "16", patch=monkeypatch)
+    """From about 0.25 by at least 0.2 within 14 iterations, measured over the first and last three."""
+    recorder = run_recipe(name, warm_folder, "--trainer.max_steps", "14", patch=monkeypatch)
 
     rewards = recorder.column("critic/score/mean")
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.2

@@ -1,0 +1,131 @@
+"""Writes a page for each method of PPOModule from its docstrings: ``python docs/make_algorithms.py``.
+
+A test fails when the pages are not what this script would write.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from docstring_parser import parse
+
+from verl_lightning.functional import advantages as estimators
+from verl_lightning.functional import correction
+from verl_lightning.functional import policy_losses as losses
+from verl_lightning.functional.normalizer import token_weights
+from verl_lightning.modules import advantages, corrections, policy_losses
+
+HERE = Path(__file__).parent
+MATHS = {
+    "GAE": [estimators.gae],
+    "GRPO": [estimators.grpo_advantages],
+    "RLOO": [estimators.rloo_advantages],
+    "ReinforcePlusPlus": [estimators.discounted_returns],
+    "ReinforcePlusPlusBaseline": [estimators.grpo_advantages],
+    "ReMax": [estimators.remax_advantages],
+    "OPO": [estimators.opo_advantages],
+    "GPG": [estimators.gpg_advantages],
+    "GRPOPassK": [estimators.grpo_passk_advantages],
+    "GDPO": [estimators.gdpo_advantages],
+    "OptimalTokenBaseline": [estimators.optimal_token_baseline_advantages],
+    "PPOClip": [losses.ppo_clip_loss],
+    "GSPO": [losses.gspo_loss],
+    "GeoMean": [losses.geo_mean_loss],
+    "CISPO": [losses.cispo_loss],
+    "ClipCov": [losses.clip_cov_loss, losses.select_at_random],
+    "KLCov": [losses.kl_cov_loss, losses.select_top],
+    "Reinforce": [losses.reinforce_loss],
+    "SAPO": [losses.sapo_loss],
+    "VESPO": [losses.vespo_loss],
+    "DRO": [losses.dro_loss],
+    "DPPOTV": [losses.dppo_tv_loss],
+    "DPPOKL": [losses.dppo_kl_loss],
+    "TruncatedImportanceSampling": [correction.token_importance_weights, correction.truncated_weights],
+    "IcePop": [correction.token_importance_weights, correction.icepop_weights],
+    "SequenceMask": [correction.sequence_importance_weights, correction.icepop_weights],
+    "Rejection": [correction.keep_tokens, correction.keep_sequences],
+}
+GROUPS = {
+    "advantage": ("Advantage estimators", advantages.AdvantageEstimator),
+    "policy_loss": ("Policy losses", policy_losses.PolicyLoss),
+    "corrections": ("Rollout corrections", corrections.RolloutCorrection),
+}
+METRICS = {
+    "advantage": "`critic/advantages/{mean,max,min}`, `critic/score/{mean,max,min}`, `critic/rewards/{mean,max,min}`;"
+    " with groups `train/frac_zero_std`; with a critic `critic/{returns,values}/{mean,max,min}`,"
+    " `critic/{vf_loss,vf_clipfrac,vpred_mean,vf_explained_var,grad_norm,lr}`",
+    "policy_loss": "`actor/{pg_loss,ppo_kl,grad_norm,lr,entropy}`, `actor/on_policy_ratio_error`; where it clips,"
+    " `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`",
+    "corrections": "`rollout_corr/{kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,rejected_frac,"
+    "effective_sample_size}`",
+}
+
+
+def methods(base: type) -> list[type]:
+    """Every method that users can name, in the order of the source."""
+    found = [cls for child in base.__subclasses__() for cls in (child, *methods(child))]
+    return [cls for cls in found if not cls.__name__.startswith("_") and not inspect.isabstract(cls)]
+
+
+def options(method: type) -> str:
+    """A table of the constructor's options."""
+    parameters = list(inspect.signature(method).parameters.values())
+    described = {item.arg_name: item.description or "" for item in parse(inspect.getdoc(method) or "").params}
+    if not parameters:
+        return "It has no options.\n"
+    rows = [f"| `{p.name}` | `{p.default!r}` | {' '.join(described[p.name].split())} |" for p in parameters]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def summary(text: str) -> str:
+    """A docstring without its sections."""
+    parsed = parse(text)
+    return "\n\n".join(part for part in (parsed.short_description, parsed.long_description) if part)
+
+
+def page(slot: str, method: type) -> str:
+    """The page of one method."""
+    name = method.__name__
+    parts = [
+        f"# {name}",
+        summary(inspect.getdoc(method) or ""),
+        f"```yaml\nmodel:\n  init_args:\n    {choice(slot, name)}\n```",
+    ]
+    parts += ["## Options", options(method), "## Maths"]
+    for function in MATHS[name]:
+        parts += [f"### `{function.__name__}`", f"```text\n{inspect.getdoc(function)}\n```"]
+    return "\n\n".join([*parts, "## Metrics", METRICS[slot]]) + "\n"
+
+
+def choice(slot: str, name: str) -> str:
+    """How YAML names the method."""
+    return f"{slot}: [{{class_path: {name}}}]" if slot == "corrections" else f"{slot}: {{class_path: {name}}}"
+
+
+def pages() -> dict[str, str]:
+    """Every page by its path below ``docs``."""
+    written, index = (
+        {},
+        ["# Algorithms", "Each is one option of the same `PPOModule`; recipes are in `examples/recipes`."],
+    )
+    for slot, (title, base) in GROUPS.items():
+        rows = []
+        for method in methods(base):
+            written[f"algorithms/{method.__name__}.md"] = page(slot, method)
+            short = parse(inspect.getdoc(method) or "").short_description or ""
+            rows.append(f"| [{method.__name__}](algorithms/{method.__name__}.md) | {' '.join(short.split())} |")
+        index += [f"## {title}: `model.{slot}`", "\n".join(["| class | what it does |", "|---|---|", *rows])]
+    index += ["## Aggregations: `model.update.aggregation`", f"```text\n{inspect.getdoc(token_weights)}\n```"]
+    return {"algorithms.md": "\n\n".join(index) + "\n"} | written
+
+
+def main() -> None:
+    """Write all pages."""
+    (HERE / "algorithms").mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (HERE / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
