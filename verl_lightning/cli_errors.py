@@ -32,6 +32,15 @@ NOISE = re.compile(
     r"|a dict with.*|"
 )
 
+VERL_KEYS = {
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_adapter_path": "lora.adapter_path",
+    "target_modules": "lora.target_modules",
+    "exclude_modules": "lora.exclude_modules",
+}
+"""verl's flat LoRA keys, and what takes their place."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -128,7 +137,11 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
     if failure.unknown_key and failure.owner in BASE_CLASSES:
         return f"{name}: say which class it is, as `{failure.key}.class_path`, before its settings."
     if failure.unknown_key:
-        hint = did_you_mean(failure.unknown_key, known_keys) or f" `{command}` lists all settings."
+        hint = (
+            verl_name(failure.unknown_key)
+            or did_you_mean(failure.unknown_key, known_keys)
+            or f" `{command}` lists all settings."
+        )
         return f"`{failure.unknown_key}` is not a setting of `{failure.owner}`.{hint}"
     if failure.unknown_class:
         others = set(known_classes) - {failure.unknown_class}
@@ -139,6 +152,12 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
     if failure.expected:
         return f"{name}: expected {' or '.join(failure.expected)}, got {failure.got!r}."
     return f"{name}: {failure.reason}" if failure.key else failure.reason
+
+
+def verl_name(wrong: str) -> str:
+    """What one of verl's flat keys is called here, as a sentence with a leading space, or nothing for other keys."""
+    group, _, leaf = wrong.rpartition(".")
+    return f" verl's `{leaf}` is `{group}.{VERL_KEYS[leaf]}` here." if leaf in VERL_KEYS else ""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

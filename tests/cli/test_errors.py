@@ -14,6 +14,11 @@ FLAGS = [
     ("--model.optim.lrr 3", "`model.optim.lrr` is not a setting of `ToyModule`. Did you mean `model.optim.lr`?"),
     ("--model.optim.l 3", "`model.optim.l` is not a setting of `ToyModule`. Did you mean `model.optim.lr`?"),
     ("--model.lora.rnk 3", "`model.lora.rnk` is not a setting of `ToyLora`. Did you mean `model.lora.rank`?"),
+    (
+        "--model.lora_rank 3",
+        "`model.lora_rank` is not a setting of `ToyModule`. verl's `lora_rank` is `model.lora.rank`",
+    ),
+    ("--model.target_modules q", "`model.target_modules` is not a setting of `ToyModule`. verl's `target_modules` is"),
     ("--model.judge.baar 3", "`model.judge.baar` is not a setting of `Strict`. Did you mean `model.judge.bar`?"),
     ("--model.judge.smile 3", "`model.judge.smile` is not a setting of `Strict`. `verl-fit fit --help` lists"),
     ("--rollout.temprature 3", "`rollout.temprature` is not a setting of `ToyRollout`. Did you mean `rollout.temp"),
