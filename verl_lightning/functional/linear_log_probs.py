@@ -44,10 +44,9 @@ def linear_log_probs(
     Returns:
         Both in nats and float32.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    outputs = _LinearLogProbs.apply(rows, weight, labels.reshape(-1), (temperature, with_entropy, compiled))  # type: ignore[no-untyped-call]
-    log_probs, entropy = (output.view(labels.shape) for output in outputs)
-    return log_probs, entropy
+    rows, options = hidden.reshape(-1, hidden.shape[-1]), (temperature, with_entropy, compiled)
+    outputs: tuple[Tensor, Tensor] = _LinearLogProbs.apply(rows, weight, labels, options)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -57,12 +56,15 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         temperature, with_entropy, compiled = options
         forward_chunk = _fused(_forward_chunk) if compiled else _forward_chunk
-        parts = [
-            forward_chunk(hidden[rows] @ weight.T, labels[rows], temperature, with_entropy)
-            for rows in _chunks(len(hidden), len(weight), compiled)
-        ]
-        log_probs, entropy, log_normalizer = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, labels, entropy, log_normalizer)
+        ids = labels.flatten()
+        # Whole tensors of the labels' shape, no views: FSDP2 hangs its backward hooks on them.
+        columns = [torch.empty(labels.shape, device=hidden.device) for _ in range(3)]
+        for rows in _chunks(len(hidden), len(weight), compiled):
+            parts = forward_chunk(hidden[rows] @ weight.T, ids[rows], temperature, with_entropy)
+            for column, part in zip(columns, parts, strict=True):
+                column.view(-1)[rows] = part
+        log_probs, entropy, log_normalizer = columns
+        ctx.save_for_backward(hidden, weight, ids, entropy, log_normalizer.flatten())
         ctx.options = options
         return log_probs, entropy
 
@@ -71,7 +73,7 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature, with_entropy, compiled = ctx.options
         backward_chunk: Callable[..., Tensor] = _fused(_backward_chunk) if compiled else _backward_chunk
         hidden, weight = ctx.saved_tensors[:2]
-        columns = (*ctx.saved_tensors[2:], *grads)
+        columns = [column.flatten() for column in (*ctx.saved_tensors[2:], *grads)]
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32, whatever the type of the products.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
