@@ -1,0 +1,44 @@
+"""The progress bar that names phases."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback
+
+from tests.callbacks.conftest import EACH_STEP
+from verl_lightning.callbacks import PhaseProgressBar
+
+
+class Watcher(Callback):
+    """Reads the bars' descriptions as each phase begins; listens after the bar."""
+
+    def __init__(self, bar):
+        self.bar = bar
+        self.training, self.validation = [], []
+
+    def on_phase_start(self, module, phase):
+        if module.trainer.training:
+            self.training.append(self.bar.train_progress_bar.desc.removesuffix(": "))
+        else:
+            self.validation.append(self.bar.val_progress_bar.desc.removesuffix(": "))
+
+
+def test_the_bar_shows_phases_reward_and_speed(fit, capsys):
+    bar = PhaseProgressBar()
+    watcher = Watcher(bar)
+
+    fit(bar, watcher, enable_progress_bar=True, max_steps=2, limit_val_batches=1, **EACH_STEP)
+
+    first, second = watcher.training[: len(watcher.training) // 2], watcher.training[len(watcher.training) // 2 :]
+    names = ["weight sync", "rollout", "reward", "log-probs", "values", "advantages", "critic update", "actor update"]
+    assert [name for name in dict.fromkeys(first) if "reference" not in name] == [f"Step 0 {name}" for name in names]
+    assert "Step 1 rollout" in second
+    assert "Validation rollout" in watcher.validation
+    assert "Validation reward" in watcher.validation
+    output = "".join(capsys.readouterr())
+    assert "reward=" in output
+    assert "tokens/s=" in output
+    assert "v_num" not in output
+
+
+def test_a_bar_that_is_off_lets_training_go_on(fit):
+    assert fit(PhaseProgressBar(refresh_rate=0), enable_progress_bar=True, max_steps=1).trainer.global_step == 1

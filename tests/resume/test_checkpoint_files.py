@@ -1,0 +1,105 @@
+"""Checkpoint files are whole or not there, and a wrong one is refused in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
+from tests.tiny import write_tiny_folder
+from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
+
+KILLED_WRITER = """
+import os, pickle, sys
+import torch
+from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
+
+class Kill:
+    def __reduce__(self):
+        os._exit(9)  # in the middle of `torch.save`, when the first tensors are pickled
+
+AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "kill": Kill()}, sys.argv[1])
+"""
+
+
+def test_a_kill_while_writing_leaves_the_previous_file(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, path)
+
+    killed = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
+
+    assert killed.returncode == 9
+    assert torch.equal(torch.load(path)["weights"], torch.zeros(3))
+    assert [file.name for file in tmp_path.glob("*.ckpt")] == ["last.ckpt"]  # `ckpt_path: last` finds no half file
+
+
+def test_a_failing_rename_leaves_the_previous_file(tmp_path, monkeypatch):
+    """Until the rename, everything is in a draft."""
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="no more"):
+            AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert torch.load(path) == {"step": 1}
+
+    AtomicCheckpointIO().save_checkpoint({"step": 3}, path)
+
+    assert torch.load(path) == {"step": 3}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def fail(descriptor):
+    raise OSError("no more space")
+
+
+def test_runs_write_with_it_unless_the_user_chose_another(tmp_path, tiny_folder, prompt_file):
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=1)
+    trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+    assert type(trainer.strategy.checkpoint_io) is AtomicCheckpointIO
+
+
+@pytest.fixture
+def saved(tmp_path, tiny_folder, prompt_file):
+    """A checkpoint of one iteration."""
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=1)
+    trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
+
+
+def resume(tmp_path, folder, prompt_file, path) -> Trainer:
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=2)
+    trainer.fit(make_ppo(folder), datamodule=make_prompts(prompt_file), ckpt_path=path)
+    return trainer
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, prompt_file, saved):
+    wider = write_tiny_folder(tmp_path / "wider", hidden_size=64)
+    with pytest.raises(
+        ValueError, match=r"holds another model: weight `actor.* has shape \[\d+, 32\] there and \[\d+, 64\]"
+    ):
+        resume(tmp_path, wider, prompt_file, saved)
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path, tiny_folder, prompt_file, saved):
+    checkpoint = torch.load(saved)
+    del checkpoint["weight_shapes"]
+    torch.save(checkpoint, saved)
+    with pytest.raises(ValueError, match="not a checkpoint of a verl_lightning module; give one that `fit` wrote"):
+        resume(tmp_path, tiny_folder, prompt_file, saved)
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path, tiny_folder, prompt_file):
+    with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
+        resume(tmp_path, tiny_folder, prompt_file, tmp_path / "none.ckpt")
+
+
+def test_checkpoints_hold_plain_types_only(saved):
+    """They load where torch refuses to run code from a file."""
+    assert torch.load(saved, weights_only=True)["global_step"] == 1
