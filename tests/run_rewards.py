@@ -30,3 +30,10 @@ def fails_on_even_rows(sample):
 def fails(sample):
     """Always."""
     raise RuntimeError("as ever")
+
+
+def fails_on_monotony(sample):
+    """Like `even_share`, but fails for every other row if the response repeats itself, as greedy ones do."""
+    if sample.extra_info["index"] % 2 == 0 and len(set(sample.response)) < 2:
+        raise RuntimeError("boring")
+    return even_share(sample)
