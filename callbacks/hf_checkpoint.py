@@ -134,6 +134,7 @@ class HFCheckpoint(ModelCheckpoint):
         adapter = module.contract.adapter_weights(model) if writes_adapter else {}
         weights = iter(()) if writes_adapter else module.contract.named_weights(model)
         value_head = value_head_weights(model.value_head)
+        fingerprint = module.base_fingerprints.get(self.role, "")
         problem = None
         if trainer.is_global_zero:
             try:
@@ -141,7 +142,7 @@ class HFCheckpoint(ModelCheckpoint):
                     module.tokenizer.save_pretrained(folder)
                     write_value_head(folder, value_head)
                     if writes_adapter:
-                        write_adapter(folder, model.backbone, adapter, dtype=self.dtype)
+                        write_adapter(folder, model.backbone, adapter, fingerprint, self.dtype)
                     else:
                         write_model(folder, model.backbone, weights, self.dtype, self.max_shard_bytes)
             except (OSError, SafetensorError) as error:

@@ -21,6 +21,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY
+from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 
 Role = Literal["actor", "critic"]
 Form = Literal["hf", "peft", "merged"]
@@ -69,7 +70,7 @@ def export(
     """Write one role of a checkpoint as a folder, which appears when it is complete.
 
     Args:
-        ckpt_path: Checkpoint of a strategy that writes single files.
+        ckpt_path: Checkpoint that `fit` wrote, a file or a sharded one's folder.
         output: Folder to make.
         to: A whole model of a run without LoRA, or a LoRA run's adapter, or its model with the adapter merged in.
         role: Which model of the run.
@@ -91,7 +92,8 @@ def export(
         load_tokenizer(model_config.path).save_pretrained(folder)
         write_value_head(folder, value_head_weights(model.value_head))
         if to == "peft":
-            write_adapter(folder, model.backbone, adapter_weights(model.backbone), dtype=dtype)
+            fingerprint = base_fingerprint(model.backbone)
+            write_adapter(folder, model.backbone, adapter_weights(model.backbone), fingerprint, dtype)
         else:
             weights = merged_weights(model.backbone)
             write_model(folder, model.backbone, changed_weights(weights, model) if to == "merged" else weights, dtype)
@@ -133,21 +135,30 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
     return config, "value" if role == "critic" else head
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint of any strategy, whole.
+
+    Raises:
+        ValueError: If there is none, or it is not one of ours.
+    """
+    if path.is_dir() and is_sharded(path):
+        checkpoint = read_whole(path, weights_only=True)
+    elif path.is_file():
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    else:
+        raise ValueError(f"`--ckpt_path {path}` is neither a checkpoint file nor a sharded checkpoint's folder.")
+    if BASES_KEY not in checkpoint:
+        raise ValueError(f"`--ckpt_path {path}` was not written by `verl-fit`.")
+    return checkpoint
+
+
 def load_role(ckpt_path: Path, config: ModelConfig, head: Head, role: Role) -> TokenScorer:
     """Build one model of a run and load its weights from a checkpoint.
 
     Raises:
         ValueError: If the checkpoint is not one of such a run.
     """
-    if ckpt_path.is_dir():
-        raise ValueError(
-            f"`--ckpt_path {ckpt_path}` is a folder. Only checkpoints in one file are read, as `auto` and `ddp` write."
-        )
-    if not ckpt_path.is_file():
-        raise ValueError(f"`--ckpt_path {ckpt_path}` does not exist.")
-    checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
-    if BASES_KEY not in checkpoint:
-        raise ValueError(f"`--ckpt_path {ckpt_path}` was not written by `verl-fit`.")
+    checkpoint = read_checkpoint(ckpt_path)
     model = build_scorer(config, head, trainable=True).eval()
     if config.lora is not None and checkpoint[BASES_KEY].get(role) != base_fingerprint(model.backbone):
         raise ValueError(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.runs import make_model_config
 from tests.tiny import tiny_tokenizer
 from verl_lightning.models.config import LoraConfig
+from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.lora import adapter_weights, describe_trainable, write_adapter
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
@@ -69,7 +70,9 @@ def untied_folder(tmp_path_factory, tiny_folder):
 def adapter_folder(tmp_path, tiny_folder):
     scorer = lora_scorer(tiny_folder)
     (tmp_path / "adapter").mkdir()
-    write_adapter(tmp_path / "adapter", scorer.backbone, adapter_weights(scorer.backbone))
+    write_adapter(
+        tmp_path / "adapter", scorer.backbone, adapter_weights(scorer.backbone), base_fingerprint(scorer.backbone)
+    )
     return tmp_path / "adapter"
 
 
@@ -143,7 +146,7 @@ def test_merged_weights_give_the_policys_logits(untied_folder):
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": r".*\.0\..*q_proj"}])
 def test_peft_loads_the_folder(tmp_path, untied_folder, lora):
     scorer = lora_scorer(untied_folder, **lora)
-    write_adapter(tmp_path, scorer.backbone, adapter_weights(scorer.backbone))
+    write_adapter(tmp_path, scorer.backbone, adapter_weights(scorer.backbone), base_fingerprint(scorer.backbone))
 
     loaded = PeftModel.from_pretrained(base_of(untied_folder), tmp_path)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import errno
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +17,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from verl_lightning.models.weights import base_name
 
 PARTIAL_SUFFIX = ".partial"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -86,15 +91,42 @@ def write_model(
         max_shard_bytes: Largest size of a weights file.
     """
     writer = ShardWriter(folder, max_shard_bytes)
-    for name, weight in weights:
+    for name, weight in stored_weights(backbone, weights):
         writer.add(name, weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight)
     writer.finish()
     if backbone.can_generate():
-        backbone.generation_config.to_json_file(folder / "generation_config.json")
+        generation_config_of(backbone).to_json_file(folder / "generation_config.json")
     config = copy.deepcopy(backbone.config)
     config.dtype = str(dtype or backbone.dtype).removeprefix("torch.")
     config.architectures = [type(backbone).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)  # last: without it no loader accepts the folder
+
+
+def stored_weights(backbone: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights and saved buffers under the names that files have; transformers holds some fused, experts above all.
+
+    Fused weights are cut apart layer by layer, so that no more than one layer is held.
+    """
+    for _, layer in itertools.groupby(weights, key=lambda item: layer_of(item[0])):
+        yield from revert_weight_conversion(backbone, dict(layer)).items()
+    parameters = dict(backbone.named_parameters(remove_duplicate=False))
+    buffers = {base_name(name): b for name, b in backbone.state_dict().items() if name not in parameters}
+    yield from revert_weight_conversion(backbone, buffers).items()
+
+
+def layer_of(name: str) -> str:
+    """The part of a weight's name up to its layer's number, empty outside of layers."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
+
+
+def generation_config_of(backbone: PreTrainedModel) -> GenerationConfig:
+    """The one in the model's own folder, which a model that was built on the meta device has not read."""
+    try:
+        return GenerationConfig.from_pretrained(str(backbone.name_or_path))
+    except OSError:  # the folder has none
+        config: GenerationConfig = backbone.generation_config
+        return config
 
 
 def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:

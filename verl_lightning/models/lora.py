@@ -122,18 +122,23 @@ def adapter_weights(backbone: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_adapter(
-    folder: Path, backbone: PreTrainedModel, weights: dict[str, Tensor], *, dtype: torch.dtype | None = None
+    folder: Path,
+    backbone: PreTrainedModel,
+    weights: dict[str, Tensor],
+    fingerprint: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a PEFT adapter folder, which `PeftModel.from_pretrained` puts on the base model.
 
     Args:
         folder: An empty one.
-        backbone: The model with the adapters; tells their settings and the fingerprint of the base.
+        backbone: The model with the adapters; tells their settings.
         weights: From `adapter_weights`.
+        fingerprint: Of the base, from `base_fingerprint`; `load_adapter` compares it.
         dtype: The adapters are stored in it; None leaves them as they are.
     """
     stored = {name: weight.to("cpu", dtype or weight.dtype).contiguous() for name, weight in weights.items()}
-    metadata = {"format": "pt", FINGERPRINT_KEY: base_fingerprint(backbone)}
+    metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint}
     save_file(stored, folder / WEIGHTS_FILE, metadata=metadata)
     config = copy.deepcopy(peft_config(backbone))
     config.inference_mode = True

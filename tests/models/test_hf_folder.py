@@ -1,0 +1,127 @@
+"""Folders that are whole or not there, and names as transformers stores them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from verl_lightning.models import hf_folder
+from verl_lightning.models.hf_folder import (
+    ShardWriter,
+    atomic_folder,
+    clear_partial_folders,
+    layer_of,
+    remove_folder,
+    write_model,
+)
+from verl_lightning.models.weights import merged_weights
+
+
+def make_folder(path, text):
+    with atomic_folder(path) as folder:
+        (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_takes_the_place_of_the_old_one(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(hf_folder, "_exchange", lambda one, other: False)
+    make_folder(tmp_path / "last", "old")
+    (tmp_path / "last" / "extra").touch()
+
+    make_folder(tmp_path / "last", "new")
+
+    assert (tmp_path / "last" / "config.json").read_text() == "new"
+    assert not (tmp_path / "last" / "extra").exists()
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def fail(folder):
+    (folder / "config.json").write_text("half")
+    raise OSError("disk full")
+
+
+def test_an_error_while_writing_leaves_the_old_folder(tmp_path):
+    make_folder(tmp_path / "last", "old")
+
+    with pytest.raises(OSError, match="disk full"), atomic_folder(tmp_path / "last") as folder:
+        fail(folder)
+
+    assert (tmp_path / "last" / "config.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def write_and_die(source, target, writes):
+    """Write a model in small shards; a SIGKILL comes after some of them."""
+
+    class DyingWriter(ShardWriter):
+        def _flush(self):
+            super()._flush()
+            if len(self._names) == writes:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    hf_folder.ShardWriter = DyingWriter
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with atomic_folder(target) as folder:
+        write_model(folder, model, model.named_parameters(), max_shard_bytes=20_000)
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_a_kill_while_writing_leaves_the_old_folder(tmp_path, tiny_folder, writes):
+    make_folder(tmp_path / "last", "old")
+
+    arguments = tiny_folder, tmp_path / "last", writes
+    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=arguments)
+    process.start()
+    process.join()
+
+    assert process.exitcode == -signal.SIGKILL
+    assert (tmp_path / "last" / "config.json").read_text() == "old"
+    (half,) = tmp_path.glob(".*")
+    with pytest.raises(ValueError, match="config.json"):
+        AutoModelForCausalLM.from_pretrained(half)
+    clear_partial_folders(tmp_path)
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_removal_of_a_folder_that_is_gone_is_fine(tmp_path):
+    make_folder(tmp_path / "old", "old")
+
+    remove_folder(tmp_path / "old")
+    remove_folder(tmp_path / "old")
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_fused_experts_are_stored_as_transformers_stores_them(tmp_path):
+    """Transformers 5 holds the experts of a layer as one tensor; files and other engines know them one by one."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+    (tmp_path / "ours").mkdir()
+
+    write_model(tmp_path / "ours", model, merged_weights(model))
+
+    expected, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "ours"))
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in ours
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in expected.items())
+    tokens = torch.arange(8)[None]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("model.layers.11.mlp.experts.3.w1", "model.layers.11."), ("model.norm.weight", ""), ("h.0.attn.bias", "h.0.")],
+)
+def test_a_weights_layer_is_read_from_its_name(name, layer):
+    assert layer_of(name) == layer
