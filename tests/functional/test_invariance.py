@@ -115,7 +115,7 @@ def total_loss(batches: list[Batch], step: Batch, name: str, aggregation: Aggreg
     order=st.permutations(range(6)),
     gaps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=4, max_size=4),
 )
-def test_any_partition_gives_the_same_total_loss(name, aggregation, seed, owner, order, gaps):
+def test_any_partition_gives_the_same_loss_and_gradient(name, aggregation, seed, owner, order, gaps):
     step = random_batch(seed)
     whole = step._replace(log_probs=step.log_probs.clone().requires_grad_())
     split = step._replace(log_probs=step.log_probs.clone().requires_grad_())
@@ -144,6 +144,21 @@ def test_nothing_to_train_on_gives_loss_zero_and_zero_gradients(name, aggregatio
 
     assert loss.item() == 0
     assert torch.equal(log_probs.grad, torch.zeros_like(log_probs))
+
+
+def test_differs_from_verl_in_the_loss_of_geo_mean():
+    """verl averages sequence losses inside each micro-batch, so that one of 1 and one of 5 responses weigh alike."""
+    step = random_batch(3)
+    parts = [Batch(*(x[rows] for x in step)) for rows in (slice(0, 1), slice(1, 6))]
+
+    ours = total_loss(parts, step, "geo_mean", "seq-mean-token-mean")
+
+    per_response = torch.stack(
+        [total_loss([Batch(*(x[i : i + 1] for x in step))], step, "geo_mean", "seq-mean-token-mean") for i in range(6)]
+    )
+    verl = 5 * (per_response[0] + per_response[1:].sum() / 4) / 2  # the fourth response has nothing to train on
+    assert_close(ours, per_response.sum())
+    assert not torch.isclose(ours, verl)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -34,6 +34,9 @@ LOSSES: list[tuple[PolicyLoss, float, float | None]] = [
     (losses.DRO(beta=0.1), -0.208951, None),
     (losses.KLCov(coef=0.1).for_step(*STEP), 0.5 / 7, None),  # the penalised token has not moved
     (losses.ClipCov().for_step(*STEP), 0.178571, 2 / 7),
+    (losses.GeoMean(clip_low=1.0, clip_high=0.34), 0.054839, 1 / 7),
+    (losses.DPPOTV(bound_low=1.0, bound_high=1.0, max_ratio=1.2), -0.048341, 0.0),
+    (losses.DPPOKL(bound_low=9.0, bound_high=9.0, max_ratio=1.2), -0.048341, 0.0),
 ]
 
 

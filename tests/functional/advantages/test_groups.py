@@ -56,6 +56,20 @@ def test_groups_without_signal_get_exactly_zero(estimator):
 
 
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo_advantages])
+def test_differs_from_verl_for_a_group_of_one(estimator):
+    """verl lets the raw reward through where there is nothing to compare with; here it teaches nothing."""
+    assert estimator(torch.tensor([5.0]), torch.tensor([0]), torch.tensor([True])) == 0
+
+
+def test_differs_from_verl_for_rewards_that_differ_by_float_noise():
+    """verl divides noise by its own std, which makes advantages of order 1 out of nothing."""
+    rewards = torch.tensor([100.0, math.nextafter(100.0, 101.0) + 1e-5])
+
+    assert (rewards[0] != rewards[1]).item()
+    assert not grpo(rewards, torch.tensor([0, 0]), torch.ones(2, dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo_advantages])
 def test_invalid_samples_leave_their_group(estimator):
     rewards, groups = torch.tensor([1.0, math.nan, 3.0, 8.0]), torch.tensor([0, 0, 0, 1])
     valid = torch.tensor([True, False, True, True])
