@@ -17,6 +17,7 @@ from lightning.pytorch import seed_everything
 from tests.runs import Recorder, make_ppo, make_prompts, make_trainer
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.strategies import STRATEGIES
 
 
 def main() -> None:
@@ -31,7 +32,8 @@ def main() -> None:
     seed_everything(0)
     recorder = Recorder()
     rollout = VLLMRollout(SamplingConfig(num_samples=4, max_new_tokens=6), enforce_eager=True)
-    options = {"strategy": arguments.strategy, "devices": arguments.devices}
+    strategy = STRATEGIES[arguments.strategy]() if arguments.devices > 1 else "auto"
+    options = {"strategy": strategy, "devices": arguments.devices}
     trainer = make_trainer(arguments.out, rollout, recorder, **options)
     trainer.fit(make_ppo(arguments.folder), datamodule=make_prompts(arguments.prompts))
     (arguments.out / f"{trainer.global_rank}.json").write_text(json.dumps(recorder.steps))
