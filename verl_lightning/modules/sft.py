@@ -78,9 +78,10 @@ class SFTModule(PostTrainingModule):
         assert self._unit_tokens is not None
         assert self._step_tokens is not None
         parameters = with_gradient(optimizer)
-        torch._foreach_mul_(
-            [p.grad for p in parameters if p.grad is not None], self._unit_tokens / self._step_tokens.clamp(min=1)
-        )
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:  # a strategy may keep them in the host's memory
+            scale = self._unit_tokens / self._step_tokens.clamp(min=1)
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
         self._unit_tokens = self._step_tokens = None
         norm = self.contract.gradient_norm(parameters)
         if not norm.isfinite():
