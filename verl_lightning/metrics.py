@@ -90,7 +90,8 @@ class MetricTable:
 
     def _to_floats(self) -> dict[str, tuple[Kind, float, float]]:
         """Plain numbers, copied from the device in one go."""
-        numbers = [torch.as_tensor(n) for m in self._metrics.values() for n in (m.total, m.weight)]
+        parts = [number for metric in self._metrics.values() for number in (metric.total, metric.weight)]
+        numbers = [n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in parts]
         if not numbers:
             return {}
         device = next((n.device for n in numbers if n.device.type != "cpu"), torch.device("cpu"))
