@@ -109,6 +109,15 @@ def test_top_k_keeps_the_folders_with_the_best_metric(tmp_path, tiny_folder, cha
     assert callback.best_model_path == str(tmp_path / "hf" / "step=4")
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_repeated_step_takes_the_place_of_its_folder(tmp_path, tiny_folder, chat_file):
+    for _ in range(2):
+        callback = HFCheckpoint(str(tmp_path / "hf"), every_n_train_steps=2, save_top_k=-1)
+        fit_sft(tmp_path, tiny_folder, chat_file, callback)
+
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["last", "step=2"]
+
+
 def test_chosen_steps_of_ppo_are_kept(tmp_path, tiny_folder, prompt_file):
     callback = HFCheckpoint(str(tmp_path / "hf"), every_n_train_steps=2, save_top_k=-1)
     module = make_ppo(tiny_folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import PeftModel
 from torch.testing import assert_close
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.export import export
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
@@ -60,8 +62,22 @@ def test_ranks_write_one_adapter_together(tmp_path, tiny_folder, prompt_file, st
 
     for name, weight in merged.named_parameters():
         assert_close(weight.data, weights[name], rtol=0, atol=1e-6)
+    export(
+        tmp_path / "trainer" / "last.ckpt", tmp_path / "merged", to="merged", config=write_config(tmp_path, tiny_folder)
+    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, weight in exported.named_parameters():
+        assert_close(weight.data, weights[name], rtol=0, atol=0)
     assert not torch.equal(weights["model.layers.0.mlp.up_proj.weight"], base_weight(tiny_folder))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16" / "last", dtype="auto").dtype == torch.bfloat16
+
+
+def write_config(path, folder):
+    """What `verl-fit` would have saved of the run above."""
+    actor = {"path": str(folder), "lora": {"rank": 4, "alpha": 8.0}}
+    settings = {"model": {"init_args": {"actor": actor, "critic": {"model": None}}}}
+    (path / "config.yaml").write_text(yaml.safe_dump(settings))
+    return path / "config.yaml"
 
 
 def base_weight(folder):

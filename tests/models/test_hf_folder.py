@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
@@ -13,14 +15,17 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from verl_lightning.models import hf_folder
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import (
     ShardWriter,
     atomic_folder,
     clear_partial_folders,
+    generation_config_of,
     layer_of,
     remove_folder,
     write_model,
 )
+from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.weights import merged_weights
 
 
@@ -125,3 +130,13 @@ def test_fused_experts_are_stored_as_transformers_stores_them(tmp_path):
 )
 def test_a_weights_layer_is_read_from_its_name(name, layer):
     assert layer_of(name) == layer
+
+
+def test_the_generation_config_is_the_folders_even_if_the_model_did_not_read_it(tmp_path, tiny_folder):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"top_k": 7, "do_sample": True}))
+    skeleton = build_skeleton(ModelConfig(path=str(folder)), "policy", trainable=True).backbone
+
+    assert skeleton.generation_config.top_k != 7
+    assert generation_config_of(skeleton).top_k == 7
