@@ -16,23 +16,29 @@ pytestmark = [pytest.mark.backend, pytest.mark.slow, pytest.mark.timeout(600)]  
 SCRIPT = Path(__file__).with_name("run_vllm_ranks.py")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_sharp_folder(tmp_path_factory.mktemp("sharp"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, folder, prompt_file):
+    """Metrics of each step of one process."""
+    return run(tmp_path_factory.mktemp("one"), folder, prompt_file, "ddp", 1)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_sample_what_one_would(tmp_path, prompt_file, strategy):
-    folder = write_sharp_folder(tmp_path / "model")
+def test_two_ranks_sample_what_one_would(tmp_path, folder, prompt_file, one_rank, strategy):
+    two_ranks = run(tmp_path, folder, prompt_file, strategy, 2)
 
-    one, two = (
-        run(tmp_path / str(devices), folder, prompt_file, s, devices) for s, devices in (("auto", 1), (strategy, 2))
-    )
-
-    assert len(one) == len(two) == 3
-    for alone, together in zip(one, two, strict=True):
-        assert together["critic/score/mean"] == pytest.approx(alone["critic/score/mean"], abs=1e-6)
-        assert together["rollout/canary_gap"] < 1e-4
+    assert len(one_rank) == len(two_ranks) == 3
+    for one, two in zip(one_rank, two_ranks, strict=True):
+        assert two["critic/score/mean"] == pytest.approx(one["critic/score/mean"], abs=1e-6)
+        assert two["rollout/canary_gap"] < 1e-4
 
 
 def run(out, folder, prompts, strategy, devices):
     """Metrics of each step on the last rank."""
-    out.mkdir()
     words = ["--strategy", strategy, "--devices", str(devices), "--folder", folder, "--prompts", prompts, "--out", out]
     subprocess.run([sys.executable, SCRIPT, *words], check=True, capture_output=True)
     return json.loads((out / f"{devices - 1}.json").read_text())
