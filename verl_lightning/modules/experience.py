@@ -96,6 +96,8 @@ class ExperienceMaker:
                 metrics["actor/ref_kl"] = masked_mean(kl, mask)
                 if self.kl.place == "reward":
                     token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)
+            corrected, mismatch = correct_rollout(self.corrections, old_log_probs, rollout.rollout_log_probs, mask)
+            metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
             outputs = self.advantage(
                 AdvantageInputs(
                     token_rewards=token_rewards,
@@ -108,12 +110,11 @@ class ExperienceMaker:
                     reward_components=verdict.components,
                     log_probs=old_log_probs,
                     sum_squared_probs=scores.sum_squared_probs,
+                    importance_weights=corrected.weights if self.corrections else None,
                     nonzero_reward_share=self._nonzero_share(verdict.rewards, is_valid),
                 )
             )
             advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
-        corrected, mismatch = correct_rollout(self.corrections, old_log_probs, rollout.rollout_log_probs, mask)
-        metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
         trained = corrected.response_mask
         if self.mask_truncated:
             trained = trained & ~rollout.is_truncated[:, None]

@@ -109,7 +109,7 @@ class Learner:
             return
         for epoch in range(self.plan.update.epochs):
             for index, batch in enumerate(mini_batches):
-                objective = self._policy_objective(batch.normalizer, is_first=epoch == index == 0)
+                objective = self._policy_objective(batch, is_first=epoch == index == 0)
                 yield partial(self._step, "actor", batch, objective, table)
 
     def _critic_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
@@ -120,10 +120,10 @@ class Learner:
                 objective = ValueObjective(normalizer=batch.normalizer, clip=self.critic_config.value_clip)
                 yield partial(self._step, "critic", batch, objective, table)
 
-    def _policy_objective(self, normalizer: Normalizer, *, is_first: bool) -> PolicyObjective | SharedObjective:
+    def _policy_objective(self, batch: MiniBatch, *, is_first: bool) -> PolicyObjective | SharedObjective:
         policy = PolicyObjective(
-            policy_loss=self.policy_loss,
-            normalizer=normalizer,
+            policy_loss=self._loss_for_step(batch.experience),
+            normalizer=batch.normalizer,
             kl=self.kl,
             kl_coef=self.kl_coef,
             entropy_coef=self.plan.update.entropy_coef,
@@ -131,8 +131,17 @@ class Learner:
         )
         if self.critic_config is None or "critic" in self.roles:
             return policy
-        value = ValueObjective(normalizer=normalizer, clip=self.critic_config.value_clip)
+        value = ValueObjective(normalizer=batch.normalizer, clip=self.critic_config.value_clip)
         return SharedObjective(policy=policy, value=value, coef=self.critic_config.shared_coef)
+
+    def _loss_for_step(self, experience: Experience) -> PolicyLoss:
+        """The policy loss, told of the whole step's tokens where it must compare them."""
+        if not self.policy_loss.needs_whole_step:
+            return self.policy_loss
+        mask = experience.response_mask
+        own = torch.stack([experience.old_log_probs[mask], experience.advantages[mask]])
+        everyone = torch.cat(self.contract.gather_over_data_parallel(own.cpu()), dim=1).to(own.device)
+        return self.policy_loss.for_step(*everyone)
 
     def _step(self, name: str, batch: MiniBatch, objective: Objective, table: MetricTable, count: bool) -> None:
         """One optimizer step of one role on its mini-batch."""

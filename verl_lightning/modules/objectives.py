@@ -42,7 +42,7 @@ class Normalizer:
             num_sequences=self.num_sequences,
             max_response_length=self.max_response_length,
         )
-        return (losses * weights).sum()
+        return (torch.where(response_mask, losses, 0.0) * weights).sum()
 
     def metric(self, share: Tensor, response_mask: Tensor) -> Metric:
         """The loss itself, as a mean over optimizer steps: the weights of a step's shares add up to 1."""

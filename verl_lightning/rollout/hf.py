@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,7 +40,8 @@ class HFEngine:
 
     def start(self, device: torch.device) -> None:
         """Load the model that will answer."""
-        self._model = load_backbone(self.config, AutoModelForCausalLM).to(device).eval().requires_grad_(False)
+        model: torch.nn.Module = load_backbone(self.config, AutoModelForCausalLM)
+        self._model = cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import ClassVar, Self
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -24,6 +24,9 @@ class PolicyLoss(ABC):
     @abstractmethod
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
         """Loss and metrics of one micro-batch; ``log_probs`` carries the gradient."""
+
+    needs_whole_step: ClassVar[bool] = False
+    """Whether `for_step` must be called before each optimizer step."""
 
     def for_step(self, old_log_probs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> Self:
         """The loss for one optimizer step, given the response tokens of the whole step on all ranks.

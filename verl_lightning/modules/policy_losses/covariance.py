@@ -30,6 +30,7 @@ class _CovarianceLoss(PolicyLoss):
     """
 
     fraction: float
+    needs_whole_step = True
     _selection: losses.CovarianceSelection | None = None
 
     def select(

@@ -1,0 +1,158 @@
+"""Options of PPO that shape what is learnt from: corrections, dynamic sampling, long responses, whole-step losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from verl_lightning.modules.advantages import GPG, OptimalTokenBaseline
+from verl_lightning.modules.corrections import IcePop, TruncatedImportanceSampling
+from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.policy_losses import ClipCov, KLCov
+from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
+from verl_lightning.modules.scored_rollout import ScoredRollout, join_rollouts
+from verl_lightning.types import Rollout
+
+
+def run(tiny_folder, prompt_file, tmp_path, *, steps=2, rollout=None, **changes):
+    """Metrics and module of a short run."""
+    recorder = Recorder()
+    module = make_ppo(tiny_folder, **changes)
+    trainer = make_trainer(tmp_path, rollout or make_rollout(), recorder, max_steps=steps)
+    trainer.fit(module, datamodule=make_prompts(prompt_file))
+    return recorder, module
+
+
+def make_scored(rewards, *, num_samples=2, width=3, prompts=2):
+    """A rollout of made-up tokens with given rewards."""
+    count = len(rewards)
+    rollout = Rollout(
+        input_ids=torch.arange(count * (prompts + width)).view(count, -1),
+        attention_mask=torch.ones(count, prompts + width, dtype=torch.bool),
+        response_mask=torch.ones(count, width, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(count, width),
+        is_truncated=torch.zeros(count, dtype=torch.bool),
+        prompt_index=torch.arange(count) // num_samples,
+    )
+    verdict = Verdict(
+        responses=[str(row) for row in range(count)],
+        rewards=torch.tensor(rewards),
+        is_valid=torch.ones(count, dtype=torch.bool),
+        components={},
+        num_errors=0,
+        num_timeouts=0,
+    )
+    return ScoredRollout(rollout=rollout, verdict=verdict)
+
+
+@pytest.mark.parametrize("loss", [ClipCov(), KLCov()])
+def test_losses_that_compare_a_whole_step_train(loss, tiny_folder, prompt_file, tmp_path):
+    recorder, _ = run(tiny_folder, prompt_file, tmp_path, policy_loss=loss)
+
+    assert all(0 < norm < math.inf for norm in recorder.column("actor/grad_norm"))
+
+
+@pytest.mark.parametrize("estimator", [OptimalTokenBaseline(), GPG()])
+def test_estimators_that_need_more_than_rewards_get_it(estimator, tiny_folder, prompt_file, tmp_path):
+    recorder, _ = run(tiny_folder, prompt_file, tmp_path, advantage=estimator)
+
+    assert all(0 < norm < math.inf for norm in recorder.column("actor/grad_norm"))
+
+
+def test_corrections_hardly_change_what_an_exact_engine_sampled(tiny_folder, prompt_file, tmp_path):
+    recorder, _ = run(tiny_folder, prompt_file, tmp_path, corrections=[TruncatedImportanceSampling(), IcePop()])
+
+    assert recorder.steps[0]["rollout_corr/weight"] == pytest.approx(1.0, abs=1e-4)
+    assert recorder.steps[0]["rollout_corr/rejected_frac"] == 0
+
+
+def test_a_correction_scales_the_loss(tiny_folder, prompt_file, tmp_path):
+    update = UpdateConfig(mini_batch_size=4, micro_batch_size=4)
+    plain, _ = run(tiny_folder, prompt_file, tmp_path, steps=1, update=update)
+    halved, _ = run(tiny_folder, prompt_file, tmp_path, steps=1, update=update, corrections=[HalfWeight()])
+
+    assert halved.steps[0]["actor/grad_norm"] == pytest.approx(plain.steps[0]["actor/grad_norm"] / 2, rel=1e-4)
+
+
+class HalfWeight(TruncatedImportanceSampling):
+    """Every token at half its weight."""
+
+    def __init__(self):
+        super().__init__(cap=0.5)
+
+
+def test_corrections_refuse_truncated_sampling(tiny_folder, prompt_file, tmp_path):
+    rollout = make_rollout()
+    object.__setattr__(rollout.sampling, "top_p", 0.9)
+
+    with pytest.raises(ValueError, match="top_p"):
+        run(tiny_folder, prompt_file, tmp_path, rollout=rollout, corrections=[IcePop()])
+
+
+def test_the_engines_log_probs_may_be_the_old_ones(tiny_folder, prompt_file, tmp_path):
+    update = UpdateConfig(mini_batch_size=2, micro_batch_size=4, old_log_probs="engine")
+    recorder, _ = run(tiny_folder, prompt_file, tmp_path, update=update)
+
+    assert "timing_s/old_log_prob" not in recorder.steps[0]
+    assert recorder.steps[0]["rollout_corr/abs_log_prob_gap"] == 0
+
+
+def test_the_engines_log_probs_leave_nothing_to_correct(tiny_folder):
+    with pytest.raises(ValueError, match="old_log_probs"):
+        make_ppo(tiny_folder, update=UpdateConfig(old_log_probs="engine"), corrections=[IcePop()])
+
+
+def test_dynamic_sampling_waits_until_there_are_enough_groups_with_signal(tiny_folder, prompt_file, tmp_path):
+    recorder, module = run(tiny_folder, prompt_file, tmp_path, dynamic_sampling=DynamicSamplingConfig(max_batches=20))
+
+    assert module.trainer.global_step == 2
+    assert all(step["train/frac_zero_std"] == 0 for step in recorder.steps if "train/frac_zero_std" in step)
+    assert not module._gathered
+
+
+def test_dynamic_sampling_gives_up_on_a_hopeless_task(tiny_folder, prompt_file, tmp_path):
+    with pytest.raises(RuntimeError, match="max_batches"):
+        run(
+            tiny_folder,
+            prompt_file,
+            tmp_path,
+            reward=make_reward("always_one"),
+            dynamic_sampling=DynamicSamplingConfig(max_batches=2),
+        )
+
+
+def test_groups_without_signal_are_dropped():
+    scored = make_scored([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+
+    assert scored.groups_with_signal().verdict.responses == ["0", "1", "4", "5"]
+
+
+def test_joined_rollouts_keep_groups_apart_and_can_be_cut():
+    first, second = make_scored([1.0, 0.0, 0.0, 1.0]), make_scored([0.5, 0.2], width=5, prompts=1)
+
+    joined = join_rollouts([first, second], pad_token_id=-1)
+
+    assert joined.rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert joined.rollout.input_ids.shape == (6, 7)
+    assert joined.rollout.input_ids[0].tolist() == [0, 1, 2, 3, 4, -1, -1]
+    assert joined.rollout.input_ids[4].tolist() == [-1, 0, 1, 2, 3, 4, 5]
+    assert joined.first_groups(2).verdict.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_long_responses_cost_reward():
+    shaped = make_scored([1.0, 0.0]).with_penalty(torch.tensor([-0.5, 0.0]))
+
+    assert shaped.verdict.rewards.tolist() == [0.5, 0.0]
+
+
+def test_truncated_responses_may_be_left_out_of_training(tiny_folder, prompt_file, tmp_path):
+    rollout = make_rollout(max_new_tokens=1)
+    recorder, _ = run(
+        tiny_folder, prompt_file, tmp_path, steps=1, rollout=rollout, shaping=ShapingConfig(mask_truncated=True)
+    )
+
+    ended = 1 - recorder.steps[0]["response_length/clip_ratio"]
+    assert recorder.steps[0]["train/excluded_sequences"] == pytest.approx(16 * (1 - ended))
