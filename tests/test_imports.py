@@ -1,0 +1,101 @@
+"""Imports point one way, and heavy packages are imported by those who use them only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "verl_lightning"
+FACTS = {"types", "metrics", "seeding"}  # files that any room above `functional` may use
+CLI = {"cli", "cli_errors", "cli_parser", "lightning_cli", "loggers", "export"}
+BASE = {"functional"} | FACTS
+ALLOWED = {
+    "functional": set(),
+    "types": set(),
+    "metrics": set(),
+    "seeding": set(),
+    "data": BASE,
+    "models": BASE,
+    "rewards": BASE,
+    "rollout": BASE | {"models"},
+    "strategies": BASE | {"models"},
+    "modules": BASE | {"models", "rewards", "rollout", "strategies"},
+    "callbacks": BASE | {"models", "rewards", "rollout", "strategies", "modules"},
+    **{
+        name: BASE | {"data", "models", "rewards", "rollout", "strategies", "modules", "callbacks"} | CLI
+        for name in CLI
+    },
+}
+HEAVY = {"vllm", "megatron", "ray", "wandb", "peft", "flash_attn", "liger_kernel", "mbridge"}
+
+
+def modules_of(room: str) -> list[Path]:
+    """The files of a room; those of the linked folders too."""
+    single = PACKAGE / f"{room}.py"
+    return [single] if single.exists() else sorted((PACKAGE / room).resolve().rglob("*.py"))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Full names of the imported modules, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            yield node.module or ""
+
+
+def rooms() -> set[str]:
+    """Every file and folder of the package with Python in it."""
+    return {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+
+
+def test_the_table_knows_every_room():
+    assert rooms() - {"__init__", "configs"} == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_a_room_imports_from_those_below_it_only(room):
+    for file in modules_of(room):
+        names = [name.split(".") for name in imported(ast.parse(file.read_text()))]
+        used = {parts[1] for parts in names if parts[0] == "verl_lightning" and len(parts) > 1}
+        assert used <= ALLOWED[room] | {room}, file
+
+
+def test_the_maths_imports_torch_alone():
+    for file in modules_of("functional"):
+        roots = {name.split(".")[0] for name in imported(ast.parse(file.read_text()))}
+        others = roots - set(sys.stdlib_module_names) - {"torch", "jaxtyping", "verl_lightning", "__future__"}
+        assert not others, file
+
+
+def test_modules_know_no_strategy_by_name():
+    """They may use what strategies offer to all; never one of them."""
+    for file in modules_of("modules"):
+        names = {name for name in imported(ast.parse(file.read_text())) if "strategies." in name}
+        assert not {name for name in names if name.split(".")[2] in {"ddp", "fsdp", "megatron"}}, file
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_optional_packages_are_imported_where_they_are_used(room):
+    for file in modules_of(room):
+        top_level = ast.Module(
+            body=[node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)],
+            type_ignores=[],
+        )
+        assert not {name.split(".")[0] for name in imported(top_level)} & HEAVY, file
+
+
+@pytest.mark.parametrize("module", ["verl_lightning", "verl_lightning.rewards", "verl_lightning.cli"])
+def test_light_modules_import_no_torch(module):
+    """Reward workers and `verl-fit` must start at once."""
+    code = (
+        f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'transformers')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
