@@ -77,6 +77,7 @@ def data(kind: str, chat_file: Path, prompt_file: Path) -> Path:
     return chat_file if kind == "sft" else prompt_file
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_as_if_never_stopped(kind: str, data: Path, tiny_folder: Path, tmp_path: Path) -> None:
     losses, weights = on_ranks(2, train, tiny_folder, data, tmp_path / "whole", kind, 2, 3)[0]
 
@@ -88,6 +89,7 @@ def test_resumed_run_ends_as_if_never_stopped(kind: str, data: Path, tiny_folder
         assert torch.equal(resumed[1][name], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("ranks", "name"), [(1, "fsdp"), (4, "fsdp"), (1, "auto"), (2, "ddp")])
 def test_two_ranks_folder_is_resumed_elsewhere(
