@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -198,6 +199,24 @@ def test_merge_adapters_writes_the_whole_model(tmp_path, tiny_folder, prompt_fil
 def test_merge_adapters_needs_adapters(tmp_path, tiny_folder, chat_file):
     with pytest.raises(MisconfigurationException, match="the actor has no adapters"):
         fit_sft(tmp_path, tiny_folder, chat_file, HFCheckpoint(merge_adapters=True))
+
+
+class Blocker(Callback):
+    """Puts a file where the last folder is to be written."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, *args):
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.touch()
+
+
+def test_a_folder_that_cannot_be_written_stops_the_run(tmp_path, tiny_folder, chat_file):
+    blocker = Blocker(tmp_path / "hf" / ".last.partial")
+
+    with pytest.raises(RuntimeError, match=r"could not write `.*last` \(FileExistsError"):
+        fit_sft(tmp_path, tiny_folder, chat_file, blocker, HFCheckpoint(str(tmp_path / "hf")))
 
 
 def test_validation_metrics_are_not_ranked_between_validations():
