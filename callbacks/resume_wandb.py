@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
@@ -14,21 +16,29 @@ from typing_extensions import override
 class ResumeWandb(Callback):
     """Keeps the run's id in every checkpoint, and gives it to the logger before a resumed run starts to log.
 
+    `verl-fit` goes on with the run by itself. In Python, call `continue_from` before `Trainer.fit`: Lightning opens
+    the logger's run before any hook of a callback knows the checkpoint.
+
     An id that the user sets on the logger wins. Without a `WandbLogger` it does nothing.
     """
 
     def __init__(self) -> None:
         self._run_id: str | None = None
+        self._saved_id: str | None = None  # of the run that the checkpoint belongs to
 
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def continue_from(self, trainer: Trainer, ckpt_path: str | Path) -> None:
+        """Give the logger the id of the run that wrote a checkpoint.
+
+        Args:
+            trainer: Whose logger has not logged yet.
+            ckpt_path: The checkpoint, or ``last`` for the newest that the trainer's `ModelCheckpoint` finds.
+        """
         logger = next((logger for logger in trainer.loggers if isinstance(logger, WandbLogger)), None)
-        if logger is None or stage != "fit":
+        path = last_checkpoint(trainer) if str(ckpt_path) == "last" else Path(ckpt_path)
+        if logger is None or logger.version is not None or path is None:
             return
-        if trainer.ckpt_path is not None and logger.version is None:
-            state = saved_callback_state(Path(trainer.ckpt_path), self.state_key)
-            if run_id := state.get("run_id"):
-                continue_run(logger, run_id)
+        if run_id := saved_callback_state(path, self.state_key).get("run_id"):
+            continue_run(logger, run_id)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -36,10 +46,29 @@ class ResumeWandb(Callback):
             if isinstance(logger, WandbLogger):
                 run_id = logger.experiment.id if trainer.is_global_zero else None
                 self._run_id = trainer.strategy.broadcast(run_id)
+        if self._saved_id and self._run_id and self._saved_id != self._run_id:
+            rank_zero_warn(
+                f"The checkpoint belongs to the W&B run `{self._saved_id}`, but this one logs to `{self._run_id}`."
+                " Call `ResumeWandb.continue_from(trainer, ckpt_path)` before `trainer.fit` to go on with the old one."
+            )
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_id = state_dict["run_id"]
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id}
+
+
+def last_checkpoint(trainer: Trainer) -> Path | None:
+    """What `ckpt_path: last` will find; None if there is nothing.
+
+    Calls a private method of Lightning 2.6's `ModelCheckpoint`, as Lightning does for `last`.
+    """
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    found = [Path(path) for callback in callbacks for path in callback._find_last_checkpoints(trainer)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def saved_callback_state(path: Path, key: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ COLUMNS = ["step", "data_source", "prompt", "response", "reward"]
 class SamplesTable(Callback):
     """Writes the first validation responses to ``samples/step=N.jsonl`` in the run's folder.
 
-    Weights & Biases gets them too where its logger is used. The prompts are the same every time, so tables can be compared.
+    Weights & Biases gets them too where its logger is used. The prompts are the same every time, so that tables can be
+    compared.
 
     Args:
         num_rows: Responses in a table.

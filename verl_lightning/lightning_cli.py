@@ -24,7 +24,7 @@ from typing_extensions import override
 
 import verl_lightning.data
 import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
-from verl_lightning.callbacks import RolloutCallback
+from verl_lightning.callbacks import ResumeWandb, RolloutCallback
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser
@@ -165,6 +165,13 @@ class CLI(LightningCLI):
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
         return super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+
+    def before_fit(self) -> None:
+        """Lets a resumed run go on in its W&B run; Lightning opens that before any hook of a callback."""
+        path = self._get(self.config_init, "ckpt_path")
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ResumeWandb) and path is not None:
+                callback.continue_from(self.trainer, path)
 
     def _find_last_run(self, logger: ResumableCSVLogger) -> None:
         """Makes `last` mean the newest run: training goes on in its folder, an evaluation reads its weights."""
