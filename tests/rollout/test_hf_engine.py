@@ -240,3 +240,15 @@ def test_padding_width_changes_nothing(tiny_folder):
     )
     engine, sampling = make_engine(tiny_folder), SamplingConfig(num_samples=3, max_new_tokens=8)
     assert responses(engine.generate(wide, sampling)) == responses(engine.generate(narrow, sampling))
+
+
+def test_sequences_have_their_probabilities(tiny_folder):
+    """First tokens as the model says, second tokens independent of the first tokens' noise."""
+    engine = make_engine(tiny_folder, eos_token_ids=[])
+    prompts = replace(make_prompts(rows=[1]), seeds=[list(range(5000))])
+    tokens = engine.generate(prompts, SamplingConfig(num_samples=5000, max_new_tokens=2)).response_ids
+
+    logits = AutoModelForCausalLM.from_pretrained(tiny_folder)(prompts.prompt_ids[:, -LENGTHS[1] :]).logits[0, -1]
+    assert chi_square(tokens[:, 0], logits.detach().double().softmax(-1)) < 149.4  # 99.9th percentile at 101 degrees
+    # Probabilities are nearly equal here, so the token's number shows the noise that drew it.
+    assert abs(float(torch.corrcoef(tokens.T.double())[0, 1])) < 0.06  # four standard errors
