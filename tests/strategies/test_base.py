@@ -1,0 +1,102 @@
+"""The contract's defaults around stock strategies, and what our `ddp` does with modules of other projects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch import nn
+
+from tests.runs import make_trainer
+from tests.strategies.fsdp_ranks import on_ranks
+from verl_lightning.strategies import STRATEGIES, as_contract
+
+
+class OneWeight(LightningModule):
+    """Takes two steps an iteration under manual optimization, on a gradient of the test's choice."""
+
+    def __init__(self, gradient, max_norm):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.gradient, self.max_norm, self.norms = torch.tensor(gradient), max_norm, []
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.weight], lr=1.0)
+
+    def train_dataloader(self):
+        return [0]
+
+    def training_step(self, batch, batch_idx):
+        contract = as_contract(self.trainer.strategy)
+        for count in (False, True):
+            self.weight.grad = self.gradient.clone()
+            self.norms.append(float(contract.clip_and_step(self.optimizers(), self.max_norm, count=count)))
+            assert self.weight.grad is None or not self.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "max_norm", "norm", "moved"),
+    [
+        ([3.0, 4.0], 1.0, 5.0, [0.6, 0.8]),
+        ([3.0, 4.0], 0.0, 5.0, [3.0, 4.0]),
+        ([0.3, 0.4], 1.0, 0.5, [0.3, 0.4]),
+        ([3.0, float("inf")], 1.0, float("inf"), [0.0, 0.0]),
+    ],
+)
+def test_a_step_clips_to_the_global_norm_and_only_the_counted_one_counts(tmp_path, gradient, max_norm, norm, moved):
+    module = OneWeight(gradient, max_norm)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(module)
+
+    assert module.norms == pytest.approx([norm, norm])
+    assert module.weight.tolist() == pytest.approx([-2 * move for move in moved], abs=1e-5)
+    assert trainer.global_step == 1
+
+
+def test_a_nan_gradient_changes_nothing(tmp_path):
+    module = OneWeight([float("nan"), 1.0], 1.0)
+    make_trainer(tmp_path, max_steps=1).fit(module)
+    assert module.weight.tolist() == [0.0, 0.0]
+
+
+def test_a_single_device_lends_the_defaults():
+    contract = as_contract(SingleDeviceStrategy("cpu"))
+    assert (contract.data_parallel_size, contract.data_parallel_rank, contract.gradient_divisor) == (1, 0, 1.0)
+    assert contract.gather_over_data_parallel("own") == ["own"]
+    assert contract.root_device == torch.device("cpu")
+
+
+def test_a_stock_strategy_of_several_processes_is_refused():
+    with pytest.raises(
+        MisconfigurationException, match=r"Lightning's own `DDPStrategy`.*Use `ddp` \(ours takes its place\)"
+    ):
+        as_contract(LightningDDPStrategy())
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_names_give_our_strategies(name):
+    strategy = StrategyRegistry.get(name)
+    assert type(strategy) is STRATEGIES[name]
+    assert as_contract(strategy) is strategy
+
+
+def train_boring_model(path, strategy):
+    seed_everything(0, verbose=False)
+    model = BoringModel()
+    options = {"strategy": strategy, "devices": 2, "limit_val_batches": 0, "max_steps": 2}
+    make_trainer(path, **options).fit(model)
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_modules_of_other_projects_train_as_under_lightnings_ddp(tmp_path):
+    ours = on_ranks(2, train_boring_model, tmp_path, "ddp")
+    theirs = on_ranks(2, train_boring_model, tmp_path, LightningDDPStrategy())
+    for results in (ours, theirs):
+        assert torch.equal(results[0]["layer.weight"], results[1]["layer.weight"])
+    torch.testing.assert_close(ours[0], theirs[0])
