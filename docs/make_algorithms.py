@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from docstring_parser import parse
+from docstring_parser import Docstring, DocstringStyle
+from docstring_parser import parse as parse_any
 
 from verl_lightning.functional import advantages as estimators
 from verl_lightning.functional import correction
@@ -62,10 +63,16 @@ METRICS = {
 }
 
 
+def parse(text: str) -> Docstring:
+    """A docstring in Google's style."""
+    return parse_any(text, style=DocstringStyle.GOOGLE)
+
+
 def methods(base: type) -> list[type]:
     """Every method that users can name, in the order of the source."""
     found = [cls for child in base.__subclasses__() for cls in (child, *methods(child))]
-    return [cls for cls in found if not cls.__name__.startswith("_") and not inspect.isabstract(cls)]
+    ours = [cls for cls in found if cls.__module__.startswith("verl_lightning.")]
+    return [cls for cls in ours if not cls.__name__.startswith("_") and not inspect.isabstract(cls)]
 
 
 def options(method: type) -> str:

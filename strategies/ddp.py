@@ -84,8 +84,6 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
     def _wrapped(self, model: nn.Module) -> DistributedDataParallel:
         wrapper = self._roles[model]
         if wrapper is None:
-            wrapper = DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True, **self._ddp_kwargs
-            )
+            wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True, **self._ddp_kwargs)
             self._roles[model] = wrapper
         return wrapper

@@ -21,7 +21,7 @@ from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import STRATEGIES
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")]
+pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, prompts: Path, path: Path, strategy: str, with_lora: bool) -> dict[str, torch.Tensor]:

@@ -90,7 +90,6 @@ def test_resumed_run_ends_as_if_never_stopped(kind: str, data: Path, tiny_folder
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("ranks", "name"), [(1, "fsdp"), (4, "fsdp"), (1, "auto"), (2, "ddp")])
 def test_two_ranks_folder_is_resumed_elsewhere(
     ranks: int, name: str, chat_file: Path, tiny_folder: Path, tmp_path: Path

@@ -198,6 +198,7 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     )
     metrics["response_length/clip_ratio"] = mean(rollout.is_truncated.sum(), float(len(rollout)))
     metrics["rollout_corr/abs_log_prob_gap"] = masked_mean(gap.abs(), mask)
+    metrics |= spread("global_seqlen", rollout.attention_mask.sum()[None])
     metrics["perf/total_num_tokens"] = total(rollout.attention_mask.sum())
     metrics["train/excluded_sequences"] = total((~rows).sum())
     if experience.returns is not None and experience.values is not None:

@@ -39,6 +39,7 @@ from verl_lightning.modules.ppo_config import (
 )
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, join_rollouts
+from verl_lightning.modules.speed import speed_metrics
 from verl_lightning.rewards.pool import RewardConfig
 
 
@@ -278,9 +279,7 @@ class PPOModule(SamplingModule):
         metrics["training/global_step"] = float(self.trainer.global_step)
         for role, optimizer in zip(("actor", "critic"), self.trainer.optimizers, strict=False):
             metrics[f"{role}/lr"] = optimizer.param_groups[0]["lr"]
-        seconds, tokens = metrics["timing_s/step"], metrics["perf/total_num_tokens"]
-        metrics["perf/time_per_step"] = seconds
-        metrics["perf/throughput"] = tokens / seconds / self.contract.data_parallel_size
+        metrics |= speed_metrics(metrics, ranks=self.contract.data_parallel_size, device=self.device)
         if self.kl is not None and self.kl.target is not None and "actor/ref_kl" in metrics:
             self.kl_coef = adaptive_kl_coef(
                 self.kl_coef,
