@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 
 from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
@@ -106,3 +107,11 @@ def test_validation_without_a_scored_response_is_an_error(tmp_path, tiny_folder,
     module = make_ppo(tiny_folder, reward=make_reward("fails", max_error_share=1.0))
     with pytest.raises(RuntimeError, match=r"no val response could be scored"):
         trainer.validate(module, datamodule=make_prompts(prompt_file, prompt_file), verbose=False)
+
+
+@pytest.mark.parametrize(("stage", "name"), [("validate", "val_files"), ("test", "test_files")])
+def test_evaluation_without_files_is_an_error(tmp_path, tiny_folder, prompt_file, stage, name):
+    """Lightning would do nothing and end well."""
+    trainer = make_trainer(tmp_path, make_rollout())
+    with pytest.raises(MisconfigurationException, match=rf"`data\.{name}` is empty, so there is nothing to read"):
+        getattr(trainer, stage)(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))

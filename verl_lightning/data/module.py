@@ -59,6 +59,9 @@ class TokenizedDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
         rank, world_size = data_parallel_rank_and_size(trainer)
+        name = {"validate": "val_files", "test": "test_files"}.get(stage, "train_files")
+        if not getattr(self, name):
+            raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
         if stage == "fit" and not self.val_files:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         if stage == "fit":
