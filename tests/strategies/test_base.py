@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 
-from tests.runs import make_trainer
+from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.strategies import STRATEGIES, as_contract
 
@@ -100,3 +100,14 @@ def test_modules_of_other_projects_train_as_under_lightnings_ddp(tmp_path):
     for results in (ours, theirs):
         assert torch.equal(results[0]["layer.weight"], results[1]["layer.weight"])
     torch.testing.assert_close(ours[0], theirs[0])
+
+
+def train_ppo(path, folder, prompt_file):
+    make_trainer(path, make_rollout(), strategy="ddp", devices=2, max_steps=1).fit(
+        make_ppo(folder), datamodule=make_prompts(prompt_file)
+    )
+
+
+def test_our_ddp_warns_of_nothing(tmp_path, tiny_folder, prompt_file):
+    """Warnings are errors here, on every rank."""
+    on_ranks(2, train_ppo, tmp_path, tiny_folder, prompt_file)
