@@ -27,6 +27,11 @@ def partial_components(sample):
     return {"reward": 1.0, "length": 3.0} if sample.response == "long" else {"reward": 0.0}
 
 
+def interrupt():
+    """What Ctrl-C raises; a signal would do nothing in a shell that ignores it."""
+    raise KeyboardInterrupt
+
+
 def misbehave(sample):
     """Does what the response says; else 1."""
     actions = {
@@ -38,7 +43,7 @@ def misbehave(sample):
         "no reward key": lambda: {"score": 1.0},
         "nan component": lambda: {"reward": 1.0, "length": float("nan")},
         "leave": lambda: sys.exit(0),
-        "interrupt": lambda: os.kill(os.getpid(), 2),
+        "interrupt": interrupt,
         "loop": spin,
         "sleep": lambda: time.sleep(1e9),
         "exit": lambda: os._exit(3),
