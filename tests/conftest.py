@@ -9,6 +9,11 @@ import pytest
 from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the real model of the opt-in tests lies."""
+    parser.addoption("--real-model", type=Path, help="folder of a pretrained chat model, for `-m real_model`")
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with the tiny model and its tokenizer."""
