@@ -8,7 +8,7 @@ STEPS ?= 80
 SEEDS ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-fast test-backends lint clean
+.PHONY: install run test test-fast test-slow test-backends lint clean
 
 install: $(VENV)/installed
 
@@ -22,12 +22,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 run: install
 	$(BIN)/python examples/quickstart/run.py --steps $(STEPS) --seeds $(SEEDS)
 
+# Side by side: each takes one of two cores most of the time.
 test: install lint
-	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
-	$(BIN)/python -m pytest -m "slow and not backend and not oracle and not real_model"
+	$(MAKE) --jobs=2 --output-sync=target test-fast test-slow
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
+
+test-slow: install
+	$(BIN)/python -m pytest -m "slow and not backend and not oracle and not real_model"
 
 test-backends:
 	$(PYTHON) tests/run_backends.py
