@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl_lightning.functional.linear_log_probs import linear_log_probs
-from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs, token_sum_squared_probs
+from verl_lightning.functional.log_probs import (
+    log_probs_and_entropy,
+    response_logits,
+    token_log_probs,
+    token_sum_squared_probs,
+)
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
@@ -70,7 +75,7 @@ class TokenScorer(nn.Module):
             needs_hidden = self.value_head is not None
             output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
             hidden = output.hidden_states[-1][:, -num_positions:-1] if needs_hidden else None
-            scores = self._from_logits(output.logits[:, :-1], batch, with_entropy)
+            scores = self._from_logits(response_logits(output.logits, num_positions - 1), batch, with_entropy)
         return scores if self.value_head is None else replace(scores, values=self._values(hidden))
 
     @contextmanager
