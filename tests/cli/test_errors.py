@@ -34,7 +34,7 @@ FLAGS = [
     ("--model.kind tiny", "`model.kind`: expected one of 'small', 'big', got 'tiny'."),
     ("--model.lora.rank x", "`model.lora.rank`: expected int, got 'x'."),
     ("--data.batch_size x", "`data.batch_size`: expected int, got 'x'."),
-    ("--trainer.limit_val_batches x", "`trainer.limit_val_batches`: expected int or float or null, got 'x'."),
+    ("--trainer.log_every_n_steps x", "`trainer.log_every_n_steps`: expected int or null, got 'x'."),
     ("--trainer.precision 33", "`trainer.precision`: expected one of 64, 32, 16 or one of 'transformer-engine'"),
     ("--trainer.max_steps", "argument --trainer.max_steps: expected one argument"),
     ("--strategy dpp", "`trainer.strategy` has no choice 'dpp'. Did you mean `ddp`?"),
