@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+
+class RowLength(NamedTuple):
+    """How many tokens of a row are real, and on how many of them it is trained."""
+
+    tokens: int
+    scored: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,9 @@ class TokenBatch:
     temperature: float = 1.0
     """Softmax temperature of every log-probability of these tokens, dimensionless."""
 
+    row_lengths: tuple[RowLength, ...] | None = None
+    """Each row's, for whoever must not wait for the device to count; None where the host does not know them."""
+
     @property
     def response_ids(self) -> Int[Tensor, "batch response"]:
         """The response columns of ``input_ids``."""
@@ -42,7 +52,15 @@ class TokenBatch:
 
     def select(self, rows: Int[Tensor, " rows"] | slice) -> Self:
         """The same batch with only these rows."""
-        return self._map_tensors(lambda tensor: tensor[rows])
+        lengths = self.row_lengths[rows] if isinstance(rows, slice) and self.row_lengths is not None else None
+        return dataclasses.replace(self._map_tensors(lambda tensor: tensor[rows]), row_lengths=lengths)
+
+    def known_lengths(self) -> tuple[RowLength, ...]:
+        """Each row's; counted if need be, which waits for the device."""
+        if self.row_lengths is not None:
+            return self.row_lengths
+        counts = torch.stack([self.attention_mask.sum(-1), self.response_mask.sum(-1)], dim=1)
+        return tuple(RowLength(*row) for row in counts.tolist())
 
     def to(self, device: torch.device) -> Self:
         """The same batch on another device."""

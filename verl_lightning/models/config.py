@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+Packing = Literal["auto", "always", "never"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
@@ -103,8 +105,13 @@ class ModelConfig:
     """Type of the stored weights. A learning rate near 1e-6 is lost in bfloat16: prefer float32 with
     ``trainer.precision: bf16-mixed``."""
 
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel of transformers."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention kernel: one of transformers', or ``varlen``, torch's for sequences of unequal lengths. ``auto`` is
+    ``varlen`` on GPUs that have it, else ``sdpa``."""
+
+    packing: Packing = "auto"
+    """Whether sequences are scored in one row without padding: the same numbers, sooner. ``auto`` packs models that
+    are tested with it where the attention kernel knows where sequences end; ``always`` refuses a model that cannot."""
 
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more compute."""

@@ -23,9 +23,17 @@ from verl_lightning.functional.log_probs import (
     token_log_probs,
     token_sum_squared_probs,
 )
-from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.attention import (
+    PACKS_BY_DEFAULT,
+    VARLEN,
+    best_attention,
+    knows_boundaries,
+    packing_obstacle,
+)
+from verl_lightning.models.config import ModelConfig, Packing
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
+from verl_lightning.models.packing import pack
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
@@ -41,13 +49,17 @@ class TokenScorer(nn.Module):
         backbone: A causal language model, or its trunk alone for the head ``value``.
         value_head: Maps hidden states to values; None for a policy alone.
         head: What is scored.
+        packs: Whether batches are scored without their padding, all sequences in one row.
     """
 
-    def __init__(self, backbone: PreTrainedModel, value_head: nn.Linear | None, head: Head) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, value_head: nn.Linear | None, head: Head, *, packs: bool = False
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.value_head = value_head
         self.head = head
+        self.packs = packs
         self.is_compiled = False  # whether log-probs come from fused kernels; the strategy says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
 
@@ -58,6 +70,9 @@ class TokenScorer(nn.Module):
             batch: On the model's device.
             with_entropy: Also return the entropy of each token's distribution.
         """
+        return self._packed(batch, with_entropy) if self.packs else self._padded(batch, with_entropy)
+
+    def _padded(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         num_positions = batch.response_mask.shape[1] + 1
         inputs = {
             "input_ids": batch.input_ids,
@@ -70,13 +85,33 @@ class TokenScorer(nn.Module):
             return Scores(values=self._values(hidden))
         if (output_head := self._linear_head()) is not None:
             hidden = self.backbone.base_model(**inputs).last_hidden_state[:, -num_positions:-1]
-            scores = self._from_hidden(hidden, output_head.weight, batch, with_entropy)
+            scores = self._from_hidden(hidden, output_head.weight, batch.response_ids, batch.temperature, with_entropy)
         else:
             needs_hidden = self.value_head is not None
             output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
             hidden = output.hidden_states[-1][:, -num_positions:-1] if needs_hidden else None
-            scores = self._from_logits(response_logits(output.logits, num_positions - 1), batch, with_entropy)
+            logits = response_logits(output.logits, num_positions - 1)
+            scores = self._from_logits(logits, batch.response_ids, batch.temperature, with_entropy)
         return scores if self.value_head is None else replace(scores, values=self._values(hidden))
+
+    def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
+        """The same from the real tokens alone, in one row; 0 where nothing is trained on."""
+        packed = pack(batch)
+        inputs = packed.model_inputs(has_kernel=self.backbone.config._attn_implementation == VARLEN)
+        if self.head == "value":
+            hidden = self.backbone(**inputs).last_hidden_state[:, packed.predictors]
+            return Scores(values=packed.unpack(self._values(hidden)))
+        if (output_head := self._linear_head()) is not None:
+            hidden = self.backbone.base_model(**inputs).last_hidden_state[:, packed.predictors]
+            scores = self._from_hidden(hidden, output_head.weight, packed.labels, batch.temperature, with_entropy)
+        else:
+            needs_hidden = self.value_head is not None
+            output = self.backbone(**inputs, logits_to_keep=packed.predictors, output_hidden_states=needs_hidden)
+            hidden = output.hidden_states[-1][:, packed.predictors] if needs_hidden else None
+            scores = self._from_logits(output.logits, packed.labels, batch.temperature, with_entropy)
+        if self.value_head is not None:
+            scores = replace(scores, values=self._values(hidden))
+        return Scores(**{name: None if part is None else packed.unpack(part) for name, part in vars(scores).items()})
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -90,21 +125,23 @@ class TokenScorer(nn.Module):
         is_plain = type(head) is nn.Linear and head.bias is None and not self.scores_squares
         return head if is_plain and self.backbone.config.model_type in PLAIN_HEADS else None
 
-    def _from_hidden(self, hidden: Tensor, weight: Tensor, batch: TokenBatch, with_entropy: bool) -> Scores:
+    def _from_hidden(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> Scores:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         log_probs, entropy = linear_log_probs(
             hidden.to(dtype),
             weight.to(dtype),
-            batch.response_ids,
-            temperature=batch.temperature,
+            labels,
+            temperature=temperature,
             with_entropy=with_entropy,
             compiled=self.is_compiled,
         )
         return Scores(log_probs=log_probs, entropy=entropy if with_entropy else None)
 
-    def _from_logits(self, logits: Tensor, batch: TokenBatch, with_entropy: bool) -> Scores:
-        labels, temperature, compiled = batch.response_ids, batch.temperature, self.is_compiled
+    def _from_logits(self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> Scores:
+        compiled = self.is_compiled
         if not with_entropy:
             return Scores(log_probs=token_log_probs(logits, labels, temperature=temperature, compiled=compiled))
         log_probs, entropy = log_probs_and_entropy(logits, labels, temperature=temperature, compiled=compiled)
@@ -157,7 +194,7 @@ def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> Token
         backbone = _auto_class(head).from_config(  # type: ignore[no-untyped-call]
             AutoConfig.from_pretrained(config.path),
             dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            attn_implementation=best_attention(config.attn_implementation),
         )
         value_head = None if head == "policy" else make_value_head(backbone)
         return _assemble(backbone, value_head, config, head, trainable)
@@ -176,8 +213,30 @@ def _assemble(
         )
     if config.gradient_checkpointing and trainable:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    scorer = TokenScorer(backbone, value_head, head)
+    scorer = TokenScorer(backbone, value_head, head, packs=decide_packing(backbone, config.packing))
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
+
+
+def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
+    """Whether a model's batches are packed.
+
+    Raises:
+        ValueError: If ``packing: always`` is asked of a model that cannot.
+    """
+    obstacle = packing_obstacle(backbone)
+    if packing == "always" and obstacle is not None:
+        raise ValueError(
+            f"`packing: always` does not fit `{type(backbone).__name__}`: {obstacle}. Set `packing: auto` or `never`."
+        )
+    if packing != "auto":
+        return packing == "always"
+    if not knows_boundaries(backbone.config._attn_implementation):
+        return False
+    if obstacle is None and backbone.config.model_type not in PACKS_BY_DEFAULT:
+        obstacle = "it was not tested; set `packing: always` to try it"
+    if obstacle is not None:
+        rank_zero_info(f"`{type(backbone).__name__}` is trained on padded batches: {obstacle}.")
+    return obstacle is None
 
 
 def make_value_head(backbone: PreTrainedModel) -> nn.Linear:
@@ -208,7 +267,9 @@ def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoMo
         )
     try:
         model: PreTrainedModel = auto_class.from_pretrained(
-            config.path, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation
+            config.path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=best_attention(config.attn_implementation),
         )
     except OSError as error:
         reason = str(error).strip().splitlines()[0]

@@ -1,0 +1,236 @@
+"""Packed sequences score as padded ones do, learn as they do, and see nothing of one another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tests.runs import make_model_config
+from verl_lightning.models.attention import PACKS_BY_DEFAULT, VARLEN, block_diagonal_mask, varlen_attention
+from verl_lightning.models.packing import pack
+from verl_lightning.models.scorer import TokenScorer, build_scorer, decide_packing, make_value_head
+from verl_lightning.types import RowLength, TokenBatch
+
+SHAPE = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"mistral": {"sliding_window": 3}, "qwen2": {"use_sliding_window": True, "sliding_window": 3}}
+SLIDING["qwen2"] |= {"max_window_layers": 1, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+def make_backbone(model_type, attention, **changes):
+    """A random model of a type, whose weights are large enough for its tokens to matter to one another."""
+    options = SHAPE | (EXPERTS if model_type in ("mixtral", "qwen3_moe") else {}) | changes
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **options)
+    backbone = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return backbone.eval()
+
+
+def make_batch():
+    """Left-padded prompts and right-padded responses of five lengths; masked tool output within and at the ends."""
+    prompt = torch.arange(5) >= 5 - torch.tensor([5, 1, 3, 2, 4])[:, None]
+    response = torch.arange(6) < torch.tensor([2, 6, 1, 4, 5])[:, None]
+    trained = response.clone()
+    trained[1, 2:4] = trained[4, 0] = trained[3, 3] = False
+    ids = torch.randint(1, 60, (5, 11), generator=torch.Generator().manual_seed(1))
+    return TokenBatch(
+        input_ids=ids, attention_mask=torch.cat([prompt, response], 1), response_mask=trained, temperature=0.7
+    )
+
+
+def learn(scorer, batch):
+    """Scores of what is trained on, and the gradient of a loss of all of them."""
+    scorer.zero_grad()
+    scores = scorer(batch, with_entropy=True)
+    parts = {
+        name: torch.where(batch.response_mask, part, 0.0) for name, part in vars(scores).items() if part is not None
+    }
+    weights = torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
+    sum((part * weights).sum() for part in parts.values()).backward()
+    return parts, {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+
+
+def compare(backbone, head="policy"):
+    """Both ways of scoring give the same numbers and gradients."""
+    value_head = None if head == "policy" else make_value_head(backbone)
+    if value_head is not None:
+        torch.nn.init.normal_(value_head.weight)
+    scorer = TokenScorer(backbone.base_model if head == "value" else backbone, value_head, head)
+    padded, gradients = learn(scorer, make_batch())
+    scorer.packs = True
+    packed, packed_gradients = learn(scorer, make_batch())
+    assert_close(packed, padded, rtol=1e-5, atol=1e-6)
+    assert packed_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():  # as a whole: some of its elements are sums that cancel
+        assert (packed_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("attention", [VARLEN, "sdpa"])
+@pytest.mark.parametrize("model_type", sorted(PACKS_BY_DEFAULT))
+def test_packed_equals_padded(model_type, attention):
+    compare(make_backbone(model_type, attention))
+
+
+@pytest.mark.parametrize("attention", [VARLEN, "sdpa", "eager"])
+@pytest.mark.parametrize("model_type", sorted(SLIDING))
+def test_packed_equals_padded_within_sliding_windows(model_type, attention):
+    compare(make_backbone(model_type, attention, **SLIDING[model_type]))
+
+
+@pytest.mark.parametrize("head", ["value", "policy_and_value"])
+def test_packed_values_equal_padded_ones(head):
+    compare(make_backbone("qwen2", VARLEN), head)
+
+
+@pytest.mark.parametrize("head", ["policy", "policy_and_value"])
+def test_packed_logits_of_other_heads_equal_padded_ones(head):
+    """GPT-2 has learnt positions; its log-probs come from whole logits."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.0)
+    config._attn_implementation = "sdpa"
+    compare(GPT2LMHeadModel(config).eval(), head)
+
+
+@pytest.mark.parametrize("attention", [VARLEN, "sdpa", "eager"])
+def test_a_sequence_sees_nothing_of_the_others(attention):
+    """No score moves when every token of another sequence is changed, and no gradient reaches it."""
+    scorer = TokenScorer(make_backbone("qwen3", attention), None, "policy", packs=True)
+    batch = make_batch()
+    expected = scorer(batch).log_probs
+    for row in range(5):
+        ids = batch.input_ids.clone()
+        ids[row] = 60 - ids[row]
+        others = torch.arange(5) != row
+        actual = scorer(dataclasses.replace(batch, input_ids=ids)).log_probs
+        assert_close(actual[others], expected[others], rtol=0, atol=0)
+        assert (actual[row] != expected[row])[batch.response_mask[row]].all()
+
+
+def test_padding_is_never_read():
+    """Neither its tokens nor what stands in masked columns."""
+    scorer, batch = TokenScorer(make_backbone("qwen3", VARLEN), None, "policy", packs=True), make_batch()
+    ids = torch.where(batch.attention_mask, batch.input_ids, 59)
+    other = scorer(dataclasses.replace(batch, input_ids=ids)).log_probs
+    expected = scorer(batch).log_probs
+    assert_close(other, expected, rtol=0, atol=0)
+    assert (expected == 0).equal(~batch.response_mask)
+
+
+def test_a_hole_in_the_attention_mask_is_closed():
+    """The token after a hole is predicted by the one before it."""
+    scorer = TokenScorer(make_backbone("llama", VARLEN), None, "policy", packs=True)
+    batch = make_batch().select(slice(0, 1))
+    ids = torch.cat([batch.input_ids[:, :4], batch.input_ids[:, :1], batch.input_ids[:, 4:]], dim=1)
+    is_real = torch.cat([batch.attention_mask[:, :4], torch.tensor([[False]]), batch.attention_mask[:, 4:]], dim=1)
+    holed = dataclasses.replace(batch, input_ids=ids, attention_mask=is_real)
+    assert_close(scorer(holed).log_probs, scorer(batch).log_probs, rtol=0, atol=0)
+
+
+def test_what_lies_where():
+    """By hand: two rows, of which the second has a masked token."""
+    batch = TokenBatch(
+        input_ids=torch.tensor([[0, 11, 12, 13], [21, 22, 23, 0]]),
+        attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).bool(),
+        response_mask=torch.tensor([[1, 1], [1, 0]]).bool(),
+    )
+    packed = pack(batch)
+    assert packed.input_ids.tolist() == [[11, 12, 13, 21, 22, 23]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert packed.cu_seq_lens.tolist() == [0, 3, 6]
+    assert packed.labels.tolist() == [[12, 13, 23]]
+    assert packed.predictors.tolist() == [0, 1, 4]
+    assert packed.unpack(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    assert batch.known_lengths() == (RowLength(3, 2), RowLength(3, 1))
+
+
+def test_lengths_follow_their_rows():
+    batch = make_batch()
+    known = dataclasses.replace(batch, row_lengths=batch.known_lengths())
+    assert known.select(slice(1, 3)).row_lengths == batch.select(slice(1, 3)).known_lengths()
+    assert known.select(torch.tensor([2, 0])).row_lengths is None
+
+
+def test_a_batch_without_trained_tokens_still_has_a_gradient():
+    scorer = TokenScorer(make_backbone("qwen2", VARLEN), None, "policy", packs=True).train()
+    batch = make_batch()
+    scores = scorer(dataclasses.replace(batch, response_mask=torch.zeros_like(batch.response_mask)))
+    scores.log_probs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in scorer.parameters())
+
+
+def test_block_diagonal_mask():
+    mask = block_diagonal_mask(torch.tensor([0, 2, 5]), 5, sliding_window=2)
+    assert mask.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 4)])
+def test_attention_is_that_of_each_sequence_alone(lengths):
+    """Equal lengths and ragged ones take different ways."""
+    query, key, value = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
+    cu_seq_lens = torch.tensor([0, lengths[0], 6], dtype=torch.int32)
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 2
+    output, _ = varlen_attention(
+        layer, query, key, value, None, scaling=0.5, cu_seq_lens_q=cu_seq_lens, max_length_q=max(lengths)
+    )
+    start = 0
+    for length in lengths:
+        alone = [part[:, :, start : start + length] for part in (query, key, value)]
+        expected = F.scaled_dot_product_attention(*alone, is_causal=True, scale=0.5, enable_gqa=True)
+        assert_close(output[:, start : start + length], expected.transpose(1, 2))
+        start += length
+
+
+def test_generation_with_our_attention_is_that_of_sdpa():
+    """Padded prompts and a cache."""
+    tokens = [
+        make_backbone("qwen3", attention).generate(
+            make_batch().input_ids[:, :5],
+            attention_mask=make_batch().attention_mask[:, :5].long(),
+            max_new_tokens=8,
+            do_sample=False,
+        )
+        for attention in (VARLEN, "sdpa")
+    ]
+    assert tokens[0].equal(tokens[1])
+
+
+def test_models_with_a_state_are_refused_when_packing_is_asked():
+    config = AutoConfig.for_model("qwen3_next", **SHAPE | {"num_hidden_layers": 4})
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="`packing: always` does not fit `Qwen3NextForCausalLM`: its layers"):
+        decide_packing(backbone, "always")
+
+
+def test_a_model_without_position_ids_is_refused(tiny_folder):
+    config = AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32, n_layer=1, n_head=2)
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="does not go through transformers' attention interface"):
+        decide_packing(backbone, "always")
+
+
+@pytest.mark.parametrize(
+    ("packing", "attention", "packs"),
+    [("auto", "sdpa", False), ("auto", "varlen", True), ("always", "sdpa", True), ("never", "varlen", False)],
+)
+def test_who_is_packed(packing, attention, packs, tiny_folder):
+    config = make_model_config(tiny_folder, packing=packing, attn_implementation=attention)
+    assert build_scorer(config, "policy", trainable=True).packs is packs
+
+
+def test_the_kernel_is_not_written_into_saved_models(tiny_folder, tmp_path):
+    config = make_model_config(tiny_folder, attn_implementation="varlen")
+    build_scorer(config, "policy", trainable=False).backbone.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()

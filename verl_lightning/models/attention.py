@@ -1,0 +1,165 @@
+"""Attention for sequences packed in a row: which kernel a model gets, and whether it can be packed at all.
+
+Our own kernel, `varlen`, is torch's variable-length attention, registered with transformers by its public interface. It
+reads where sequences begin from ``cu_seq_lens_q``, which a packed batch carries once for all layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+VARLEN = "varlen"
+
+PACKS_BY_DEFAULT = frozenset(
+    {"granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
+)
+"""Model types whose packed scores are tested to be their padded ones."""
+
+_sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
+
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Torch 2.12 and later want to be told of fewer key heads than query heads; 2.11 takes them unasked."""
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def best_attention(name: str) -> str:
+    """The kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`."""
+    return name if name != "auto" else VARLEN if has_varlen_kernel() else "sdpa"
+
+
+def has_varlen_kernel() -> bool:
+    """Whether torch's variable-length attention runs on this machine's GPU: Ampere or newer."""
+    return torch.cuda.is_available() and torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def knows_boundaries(attention: str) -> bool:
+    """Whether a kernel spends nothing on pairs of tokens of different sequences; `sdpa` masks them instead."""
+    return attention in (VARLEN, "flash_attention_2", "flex_attention")
+
+
+def packing_obstacle(backbone: PreTrainedModel) -> str | None:
+    """Why a model cannot score sequences packed in a row; None if it can."""
+    config = backbone.config.get_text_config()
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if getattr(backbone, "_is_stateful", False) or unknown:
+        kinds = f" ({', '.join(sorted(unknown))})" if unknown else ""
+        return f"its layers{kinds} would carry a state from one sequence to the next"
+    if not getattr(backbone, "_supports_attention_backend", False):
+        return "it does not go through transformers' attention interface"
+    if "position_ids" not in inspect.signature(backbone.base_model.forward).parameters:
+        return "it takes no `position_ids`, so positions cannot restart"
+    if backbone.config._attn_implementation == VARLEN and getattr(config, "attn_logit_softcapping", None):
+        return "the `varlen` kernel cannot cap attention logits; use `attn_implementation: flex_attention`"
+    return None
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads sequence dim"],
+    key: Float[Tensor, "batch kv_heads sequence dim"],
+    value: Float[Tensor, "batch kv_heads sequence dim"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Int[Tensor, " sequences_plus_1"] | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of the sequences that lie in one row; see transformers' ``AttentionInterface``.
+
+    Sequences of equal length go through `scaled_dot_product_attention`, which has the faster kernels; ragged ones
+    through torch's variable-length kernel in half precision on a GPU, and under a block-diagonal mask elsewhere.
+
+    Args:
+        module: The attention layer.
+        query: Of one row, rotated already.
+        key: Same; fewer heads under grouped queries.
+        value: Same.
+        attention_mask: Read only if the batch is not packed.
+        scaling: Of the logits; null is ``dim ** -0.5``.
+        dropout: Must be 0 in a packed batch.
+        sliding_window: Tokens that each one sees, itself included; None is all before it.
+        cu_seq_lens_q: Where each sequence begins, and the end; None where the batch is padded, as in generation.
+        max_length_q: Tokens of the longest sequence.
+        others: What else transformers tells its kernels.
+
+    Returns:
+        ``[batch, sequence, heads, dim]``, and no attention weights.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window} | others
+        return _sdpa(module, query, key, value, attention_mask, **options)
+    if dropout:
+        raise ValueError("packed sequences have no attention dropout: set the model's `attention_dropout` to 0.")
+    count, sequence = cu_seq_lens_q.shape[0] - 1, query.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if window is None and max_length_q * count == sequence:
+        return _equal_attention(query, key, value, count, scaling), None
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _ragged_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
+    mask = block_diagonal_mask(cu_seq_lens_q, sequence, sliding_window=window)
+    return _sdpa(module, query, key, value, mask[None, None], scaling=scaling)
+
+
+def block_diagonal_mask(
+    cu_seq_lens: Int[Tensor, " sequences_plus_1"], length: int, *, sliding_window: int | None = None
+) -> Bool[Tensor, "length length"]:
+    """True where a token (row) sees another (column): its own sequence's, before it, within its window.
+
+    Args:
+        cu_seq_lens: Where each sequence begins, and the end.
+        length: Tokens of all.
+        sliding_window: Tokens that each one sees, itself included; None is all before it.
+    """
+    index = torch.arange(length, device=cu_seq_lens.device)
+    sequence = torch.bucketize(index, cu_seq_lens[1:], right=True)
+    distance = index[:, None] - index[None, :]
+    is_seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+    return is_seen if sliding_window is None else is_seen & (distance < sliding_window)
+
+
+def _equal_attention(query: Tensor, key: Tensor, value: Tensor, count: int, scaling: float | None) -> Tensor:
+    """One causal call over ``count`` sequences of one length."""
+    queries, keys, values = (x.reshape(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+
+
+def _ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    output: Any = varlen_attn(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **_GROUPED,
+    )
+    return cast(Tensor, output.unsqueeze(0))
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, AttentionMaskInterface()["sdpa"])  # type: ignore[no-untyped-call]

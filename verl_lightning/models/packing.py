@@ -1,0 +1,99 @@
+"""Puts the real tokens of a padded batch in one row, and the scores of that row back into the batch's columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from verl_lightning.types import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Sequences in a row, without padding."""
+
+    input_ids: Int[Tensor, "1 total"]
+    """Their tokens."""
+
+    position_ids: Int[Tensor, "1 total"]
+    """From 0 in each of them."""
+
+    cu_seq_lens: Int[Tensor, " rows_plus_1"]
+    """Where each begins, and the end; int32, as kernels want it."""
+
+    max_length: int
+    """Tokens of the longest."""
+
+    predictors: Int[Tensor, " scored"]
+    """Positions in the row that predict the scored tokens: the one before each."""
+
+    labels: Int[Tensor, "1 scored"]
+    """The scored tokens."""
+
+    target: tuple[Int[Tensor, " scored"], Int[Tensor, " scored"]]
+    """Row and response column of each scored token."""
+
+    shape: tuple[int, int]
+    """Rows and response columns of the padded batch."""
+
+    def unpack(self, scores: Float[Tensor, "1 scored"]) -> Float[Tensor, "batch response"]:
+        """Scores in the batch's own columns; 0 where ``response_mask`` is False."""
+        return scores.new_zeros(self.shape).index_put(self.target, scores.squeeze(0))
+
+    def model_inputs(self, *, has_kernel: bool) -> dict[str, Any]:
+        """Arguments of a transformers model, for sequences that must not see one another.
+
+        Args:
+            has_kernel: Whether the attention kernel reads boundaries itself; else transformers derives its mask from
+                ``position_ids``, which it does only without an attention mask.
+        """
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            # A mask of four dimensions passes as it is: transformers then makes none, and waits for no device.
+            "attention_mask": self.cu_seq_lens.new_ones(1, 1, 1, 1, dtype=torch.bool) if has_kernel else None,
+            "use_cache": False,
+            "cu_seq_lens_q": self.cu_seq_lens,
+            "cu_seq_lens_k": self.cu_seq_lens,
+            "max_length_q": self.max_length,
+            "max_length_k": self.max_length,
+        }
+
+
+def pack(batch: TokenBatch) -> PackedTokens:
+    """The real tokens of a batch in a row, by rows; those with ``response_mask`` are scored.
+
+    A token is predicted by the real token before it, whatever padding lies between. Waits for the device only if the
+    batch does not bring its `RowLengths`.
+
+    Args:
+        batch: With any padding; a token that is scored is real and has a real one before it.
+    """
+    lengths = batch.known_lengths()
+    is_real, columns = batch.attention_mask, batch.input_ids.shape[1]
+    index = _true_positions(is_real, sum(row.tokens for row in lengths))
+    ends = is_real.sum(-1).cumsum(0, dtype=torch.int32)
+    rows, width = batch.response_mask.shape
+    scored = _true_positions(batch.response_mask, sum(row.scored for row in lengths))
+    target = scored // width, scored % width
+    source = target[0] * columns + target[1] + (columns - width)
+    rank = is_real.flatten().cumsum(0) - 1  # of each real token in the row
+    return PackedTokens(
+        input_ids=batch.input_ids.flatten()[index][None],
+        position_ids=(is_real.cumsum(-1) - 1).flatten()[index][None],
+        cu_seq_lens=torch.cat([ends.new_zeros(1), ends]),
+        max_length=max(row.tokens for row in lengths),
+        predictors=rank[source] - 1,
+        labels=batch.response_ids.flatten()[scored][None],
+        target=target,
+        shape=(rows, width),
+    )
+
+
+def _true_positions(mask: Bool[Tensor, "rows columns"], count: int) -> Int[Tensor, " count"]:
+    """Flat positions of the True elements in order; unlike ``nonzero`` it does not wait for the device."""
+    return mask.logical_not().flatten().argsort(stable=True)[:count]
