@@ -18,6 +18,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from verl_lightning.metrics import Metric
@@ -56,9 +57,11 @@ class PostTrainingStrategy:
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
+        optimizer.register_step_post_hook(forget_gradient_scale)
+        return optimizer
 
     def forward(
         self, model: nn.Module, micro_batches: Sequence[TokenBatch], *, with_entropy: bool = False
@@ -121,12 +124,7 @@ class PostTrainingStrategy:
         Returns:
             The norm before clipping, over all ranks.
         """
-        parameters = with_gradient(optimizer)
-        norm = self.gradient_norm(parameters)
-        if not norm.isfinite():
-            clear_gradients(parameters)
-        elif max_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        norm = self.prepare_step(optimizer.optimizer, max_norm)
         if count:
             optimizer.step()
         else:
@@ -134,9 +132,29 @@ class PostTrainingStrategy:
         optimizer.zero_grad()
         return norm
 
+    def prepare_step(self, optimizer: torch.optim.Optimizer, max_norm: float, *, scale: Tensor | float = 1.0) -> Tensor:
+        """Have the next step scale and clip its gradients, or change nothing if one is not finite. Collective.
+
+        Nothing is read back from the device, so the host runs ahead, and no pass over the gradients is made: the
+        fused optimizer does both while it steps.
+
+        Args:
+            optimizer: From `make_optimizer`.
+            max_norm: Largest global norm after scaling; 0 does not clip.
+            scale: What the gradients are multiplied by, above 0.
+
+        Returns:
+            The norm after scaling and before clipping, over all ranks.
+        """
+        norm = self.gradient_norm(with_gradient(optimizer)) * scale
+        shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        set_gradient_scale(optimizer, factor=shrink * scale, skips=~norm.isfinite())
+        return norm
+
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Global 2-norm of the gradients over all ranks. Collective."""
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        """Global 2-norm of the gradients over all ranks. Collective. Here: of this rank's parts of them."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
 
     def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
@@ -186,10 +204,30 @@ def with_gradient(optimizer: torch.optim.Optimizer | LightningOptimizer) -> list
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Take the gradients away, so that the next step changes nothing: AdamW then skips its decay too."""
-    for parameter in parameters:
-        parameter.grad = None
+def set_gradient_scale(optimizer: torch.optim.Optimizer, *, factor: Tensor, skips: Tensor) -> None:
+    """Tell a fused optimizer what to multiply its gradients by in its next step, or to change nothing at all.
+
+    Through the attributes by which `torch.amp.GradScaler` tells it the same, in torch 2.11 to 2.13;
+    `test_a_fused_optimizer_scales_and_skips` watches them.
+
+    Raises:
+        TypeError: If the optimizer is not fused.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise TypeError(
+            f"`{type(optimizer).__name__}` cannot scale gradients while it steps. Give it `fused=True`, or make it with"
+            " the strategy's `make_optimizer`."
+        )
+    factors: Any = optimizer
+    factors.grad_scale = torch.where(skips, 1.0, 1.0 / factor)  # what it divides by
+    factors.found_inf = skips.float()
+
+
+def forget_gradient_scale(optimizer: torch.optim.Optimizer, *step_arguments: Any) -> None:
+    """Take back what `set_gradient_scale` said: a hook for after each step."""
+    del step_arguments
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 class DataParallelMixin(PostTrainingStrategy):

@@ -204,7 +204,12 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
 
     @override
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return whole(super().gradient_norm(parameters)).to(self.root_device)
+        # Of the local parts, since operations on hundreds of distributed tensors keep the host busy for long.
+        own = super().gradient_norm(parameters).float().to(self.root_device)
+        assert self._shard_mesh is not None
+        squares = own.square()
+        dist.all_reduce(squares, group=self._shard_mesh.get_group("shard"))
+        return squares.sqrt()
 
     @override
     def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
@@ -302,6 +307,8 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
 
     def _largest_count(self, micro_batches: Sequence[TokenBatch]) -> int:
         """Most micro-batches of any rank: each pass gathers weights from all ranks, so all make as many."""
+        if self.data_parallel_size == 1:
+            return len(micro_batches)
         count = torch.tensor(len(micro_batches), device=self.root_device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return int(count)

@@ -29,8 +29,10 @@ class Metric(NamedTuple):
             raise ValueError(f"a metric cannot be both a {self.kind} and a {other.kind}")
         if self.kind in ("mean", "sum"):
             return Metric(self.kind, self.total + other.total, self.weight + other.weight)
-        better = max if self.kind == "max" else min
-        return Metric(self.kind, better(self.total, other.total))
+        if isinstance(self.total, Tensor) and isinstance(other.total, Tensor):  # Python's `max` waits for the device
+            better = torch.maximum if self.kind == "max" else torch.minimum
+            return Metric(self.kind, better(self.total, other.total))
+        return Metric(self.kind, max(self.total, other.total) if self.kind == "max" else min(self.total, other.total))
 
     @property
     def value(self) -> Number:

@@ -10,10 +10,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
+from torch.testing import assert_close
 
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
+from verl_lightning.models.config import OptimConfig
 from verl_lightning.strategies import STRATEGIES, as_contract
+from verl_lightning.strategies.base import set_gradient_scale
 
 
 class OneWeight(LightningModule):
@@ -26,7 +29,7 @@ class OneWeight(LightningModule):
         self.gradient, self.max_norm, self.norms = torch.tensor(gradient), max_norm, []
 
     def configure_optimizers(self):
-        return torch.optim.SGD([self.weight], lr=1.0)
+        return torch.optim.SGD([self.weight], lr=1.0, fused=True)
 
     def train_dataloader(self):
         return [0]
@@ -64,6 +67,38 @@ def test_a_nan_gradient_changes_nothing(tmp_path):
     assert module.weight.tolist() == [0.0, 0.0]
 
 
+def adamw_after(gradients, **settings):
+    """A weight, its optimizer and its state after a step on each gradient, scaled as told."""
+    weight = nn.Parameter(torch.ones(2))
+    config = OptimConfig(lr=0.1, weight_decay=0.1)
+    optimizer = as_contract(SingleDeviceStrategy("cpu")).make_optimizer(nn.ParameterList([weight]), config)
+    for gradient in gradients:
+        weight.grad = torch.tensor(gradient)
+        if settings:
+            set_gradient_scale(optimizer, **settings)
+        optimizer.step()
+    return weight.detach(), optimizer
+
+
+def test_a_fused_optimizer_scales_and_skips():
+    """By the attributes of `torch.amp.GradScaler`, for one step only."""
+    one, no = torch.tensor(1.0), torch.tensor(False)
+    scaled, optimizer = adamw_after([[2.0, -4.0]], factor=one / 2, skips=no)
+    assert_close(scaled, adamw_after([[1.0, -2.0]])[0])
+    assert_close(optimizer.param_groups[0]["params"][0].grad, torch.tensor([1.0, -2.0]))
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    still, optimizer = adamw_after([[1.0, float("nan")]], factor=one * float("nan"), skips=~no)
+    assert_close(still, torch.ones(2))
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert (state["step"], state["exp_avg"].any(), state["exp_avg_sq"].any()) == (0, False, False)
+
+
+def test_an_optimizer_that_cannot_scale_is_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(TypeError, match="`SGD` cannot scale gradients while it steps. Give it `fused=True`"):
+        set_gradient_scale(optimizer, factor=torch.tensor(1.0), skips=torch.tensor(False))
+
+
 def test_a_single_device_lends_the_defaults():
     contract = as_contract(SingleDeviceStrategy("cpu"))
     assert (contract.data_parallel_size, contract.data_parallel_rank, contract.gradient_divisor) == (1, 0, 1.0)
@@ -99,7 +134,7 @@ def test_modules_of_other_projects_train_as_under_lightnings_ddp(tmp_path):
     theirs = on_ranks(2, train_boring_model, tmp_path, LightningDDPStrategy())
     for results in (ours, theirs):
         assert torch.equal(results[0]["layer.weight"], results[1]["layer.weight"])
-    torch.testing.assert_close(ours[0], theirs[0])
+    assert_close(ours[0], theirs[0])
 
 
 def train_ppo(path, folder, prompt_file):

@@ -15,7 +15,7 @@ from verl_lightning.metrics import Metric, MetricTable, masked_mean
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.strategies.base import clear_gradients, with_gradient
+from verl_lightning.strategies.base import with_gradient
 from verl_lightning.types import Scores, TokenBatch
 
 
@@ -77,18 +77,18 @@ class SFTModule(PostTrainingModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         assert self._unit_tokens is not None
         assert self._step_tokens is not None
-        parameters = with_gradient(optimizer)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients:  # a strategy may keep them in the host's memory
-            scale = self._unit_tokens / self._step_tokens.clamp(min=1)
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        scale = self._unit_tokens / self._step_tokens.clamp(min=1)
         self._unit_tokens = self._step_tokens = None
-        norm = self.contract.gradient_norm(parameters)
-        if not norm.isfinite():
-            clear_gradients(parameters)
+        if self._clips_values:  # by Lightning, which must find the gradients as they are
+            gradients = [p.grad for p in with_gradient(optimizer) if p.grad is not None]
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+            norm = self.contract.prepare_step(optimizer, 0.0)
+        else:
+            norm = self.contract.prepare_step(optimizer, self._max_norm, scale=scale)
         self.log("train/grad_norm", norm, batch_size=1)
         self.log("train/skipped_updates", (~norm.isfinite()).float(), batch_size=1, reduce_fx="sum")
-        self.log("train/lr", optimizer.param_groups[0]["lr"], batch_size=1)
+        # A tensor on the host: Lightning would send a number to the device and wait for it.
+        self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]), batch_size=1)
 
     @override
     def configure_gradient_clipping(
@@ -97,10 +97,17 @@ class SFTModule(PostTrainingModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if gradient_clip_val is not None:
+        if self._clips_values:  # norms are clipped already: see `on_before_optimizer_step`
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif self.policy_config.optim.max_grad_norm:
-            self.clip_gradients(optimizer, self.policy_config.optim.max_grad_norm, "norm")
+
+    @property
+    def _clips_values(self) -> bool:
+        return self.trainer.gradient_clip_val is not None and self.trainer.gradient_clip_algorithm == "value"
+
+    @property
+    def _max_norm(self) -> float:
+        chosen = self.trainer.gradient_clip_val
+        return self.policy_config.optim.max_grad_norm if chosen is None else float(chosen)
 
     @override
     def on_validation_epoch_start(self) -> None:
