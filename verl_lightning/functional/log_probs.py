@@ -192,10 +192,15 @@ def _response_chunks(shape: torch.Size, *, is_whole: bool) -> list[slice]:
     return [slice(start, start + width) for start in range(0, max(1, response), width)]
 
 
+def _scaled(values: Tensor, temperature: float) -> Tensor:
+    # Fused kernels take a number as a float64 tensor, and divide by it in float64: slower than all the rest.
+    return values if temperature == 1.0 else values / temperature
+
+
 def _forward_chunk(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = logits.float() / temperature
+    scaled = _scaled(logits.float(), temperature)
     log_normalizer = scaled.logsumexp(dim=-1)
     log_probs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
     if not with_entropy:
@@ -216,13 +221,14 @@ def _backward_chunk(
     with_entropy: bool,
 ) -> Tensor:
     """``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``."""
-    probs = (logits.float() / temperature - log_normalizer.unsqueeze(-1)).exp()
+    probs = (_scaled(logits.float(), temperature) - log_normalizer.unsqueeze(-1)).exp()
     grad = -probs * (grad_log_probs + grad_entropy * entropy).unsqueeze(-1)
     if with_entropy:
         grad = grad + torch.special.entr(probs) * grad_entropy.unsqueeze(-1)
     # A comparison, unlike a scatter, can be fused with the rest.
-    is_label = labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=logits.device)
-    grad = (grad + torch.where(is_label, grad_log_probs.unsqueeze(-1), 0.0)) / temperature
+    columns = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    is_label = labels.int().unsqueeze(-1) == columns
+    grad = _scaled(grad + torch.where(is_label, grad_log_probs.unsqueeze(-1), 0.0), temperature)
     # What no one learns from stays out even if it is nan, such as the logits of padding.
     is_idle = (grad_log_probs == 0) & (grad_entropy == 0)
     return torch.where(is_idle.unsqueeze(-1), 0.0, grad).to(logits.dtype)
