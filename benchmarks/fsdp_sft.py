@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from typing_extensions import override
@@ -31,7 +31,7 @@ from typing_extensions import override
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
-from verl_lightning.types import TokenBatch
+from verl_lightning.types import RowLength, TokenBatch
 
 PEAK_FLOPS = 989e12
 
@@ -66,41 +66,103 @@ class Result:
 
 
 class StepTimer(Callback):
-    """Times steps inside `fit`, then the same step outside Lightning's loop.
+    """Times the steps inside `fit`, then the same steps outside Lightning's loop, and looks into a few with a profiler.
+
+    The device is waited for at the two ends of what is timed and nowhere else, as in training.
 
     Args:
-        warmup: Steps that are not counted: they compile.
+        warmup: First steps of `fit` that are not counted: they compile.
+        steps: Steps that are counted, in `fit` and then in the bare loop.
+        profiles: Whether three more steps of `fit` are profiled.
     """
 
-    def __init__(self, warmup: int) -> None:
-        self.warmup = warmup
-        self.ends: list[float] = []
-        self.bare: list[float] = []
+    def __init__(self, warmup: int, steps: int, *, profiles: bool) -> None:
+        self.warmup, self.steps = warmup, steps
+        self.fit_seconds = self.bare_seconds = float("nan")  # of one step
         self.loss = float("nan")
+        self.profile = Profile() if profiles else None
+        self._start = 0.0
+
+    @property
+    def num_fit_steps(self) -> int:
+        """Steps that `fit` must take."""
+        return self.warmup + self.steps + (3 if self.profile else 0)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.warmup:
+            self._start = now()
+        if batch_idx == self.warmup + self.steps and self.profile is not None:
+            self.profile.start()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.ends.append(now(trainer))
+        if batch_idx + 1 == self.warmup + self.steps:
+            self.fit_seconds = (now() - self._start) / self.steps
+        if batch_idx + 1 == self.num_fit_steps and self.profile is not None:
+            self.profile.stop()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SFTModule)
         optimizer: Any = trainer.optimizers[0]
-        ends = []
-        for batch in trainer.train_dataloader:
-            self.loss = bare_step(pl_module, optimizer, batch.to(pl_module.device))
-            ends.append(now(trainer))
-        self.bare = seconds_between(ends)
+        start, loss = 0.0, torch.zeros(())
+        for index, batch in enumerate(trainer.train_dataloader):
+            if index == 1:
+                start = now()
+            if index > self.steps:
+                break
+            loss = bare_step(pl_module, optimizer, batch.to(pl_module.device))
+        self.bare_seconds = (now() - start) / self.steps
+        self.loss = float(loss) / pl_module.contract.gradient_divisor
 
-    @property
-    def fit(self) -> list[float]:
-        """Seconds of each counted step."""
-        return seconds_between(self.ends)[self.warmup :]
+
+class Profile:
+    """Where three steps spend the device's time and the host's."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._start = self.seconds = 0.0
+
+    def start(self) -> None:
+        """Call before the first of them."""
+        self._profiler.__enter__()
+        self._start = now()
+
+    def stop(self) -> None:
+        """Call after the last."""
+        self.seconds = now() - self._start
+        self._profiler.__exit__(None, None, None)
+
+    def summary(self, rows: int = 30) -> str:
+        """Milliseconds a step: device busy, host waits, then the longest kernels and operations."""
+        events = self._profiler.key_averages()
+        on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
+        busy = sum(e.self_device_time_total for e in on_device) / 3000
+        lines = [f"step {1000 * self.seconds / 3:.1f} ms (profiled), device busy {busy:.1f} ms"]
+        for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
+            for event in (e for e in events if e.key == name):
+                lines.append(f"{name}: {event.count / 3:.1f} calls, {event.self_cpu_time_total / 3000:.1f} ms")
+        lines.append("-- device")
+        for event in sorted(on_device, key=lambda e: -e.self_device_time_total)[:rows]:
+            lines.append(f"{event.self_device_time_total / 3000:8.2f} ms {event.count / 3:7.1f} x {event.key[:110]}")
+        lines.append("-- host")
+        on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+        for event in sorted(on_host, key=lambda e: -e.self_cpu_time_total)[:rows]:
+            lines.append(f"{event.self_cpu_time_total / 3000:8.2f} ms {event.count / 3:7.1f} x {event.key[:80]}")
+        return "\n".join(lines)
+
+    def export(self, path: Path) -> None:
+        """A trace for chrome://tracing."""
+        self._profiler.export_chrome_trace(str(path))
 
 
-def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> float:
+def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Tensor:
     """What `fit` does in a step, without its loop, hooks and logs."""
     contract = module.contract
     tokens = contract.sum_over_data_parallel(batch.response_mask.sum())
@@ -110,32 +172,28 @@ def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenB
 
     loss, _ = contract.train_loss(module.policy, batch, loss_fn)
     contract.backward(loss, None)  # type: ignore[attr-defined]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = contract.gradient_norm(parameters)
-    torch.nn.utils.clip_grads_with_norm_(parameters, module.policy_config.optim.max_grad_norm, norm)
+    contract.prepare_step(optimizer, module.policy_config.optim.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return float(contract.sum_over_data_parallel(loss.detach())) / contract.gradient_divisor
+    return contract.sum_over_data_parallel(loss.detach())
 
 
-def now(trainer: Trainer) -> float:
+def now() -> float:
     """Seconds, once the device has done all its work."""
-    if trainer.strategy.root_device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def seconds_between(ends: list[float]) -> list[float]:
-    """Of consecutive moments."""
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
 
 
 def random_batches(vocab_size: int, length: int, count: int) -> DataLoader[TokenBatch]:
     """Two sequences each, of which every token but the first is learnt."""
     generator = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
-    ids = torch.randint(0, vocab_size, (count, 2, length + 1), generator=generator)
-    mask = torch.ones(2, length + 1, dtype=torch.bool)
-    batches = [TokenBatch(input_ids=rows, attention_mask=mask, response_mask=mask[:, 1:]) for rows in ids]
+    ids = torch.randint(0, vocab_size, (count, 2, length), generator=generator)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    lengths = (RowLength(length, length - 1),) * 2
+    batches = [
+        TokenBatch(input_ids=rows, attention_mask=mask, response_mask=mask[:, 1:], row_lengths=lengths) for rows in ids
+    ]
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -169,7 +227,7 @@ def flops_per_token(model: torch.nn.Module, config: Any, length: int) -> float:
 
 def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) -> Result:
     """One fit and one bare loop."""
-    timer = StepTimer(warmup=arguments.warmup)
+    timer = StepTimer(arguments.warmup, arguments.steps, profiles=arguments.profile)
     options = {"compile": arguments.compile, "reshard_after_forward": arguments.reshard}
     own = STRATEGIES[arguments.strategy] if arguments.strategy != "auto" else None
     strategy = "auto" if own is None else own(**options if arguments.strategy == "fsdp" else {})
@@ -180,7 +238,7 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         devices=arguments.devices,
         strategy=strategy,
         precision=arguments.precision,
-        max_steps=arguments.warmup + arguments.steps + 1,
+        max_steps=timer.num_fit_steps,
         callbacks=[timer],
         logger=False,
         enable_checkpointing=False,
@@ -188,18 +246,27 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    config = ModelConfig(path=str(arguments.model), optim=OptimConfig(lr=1e-5), gradient_checkpointing=checkpointing)
+    config = ModelConfig(
+        path=str(arguments.model),
+        optim=OptimConfig(lr=1e-5),
+        gradient_checkpointing=checkpointing,
+        packing=arguments.packing,
+    )
     module = SFTModule(config)
     shape = AutoConfig.from_pretrained(arguments.model)
-    trainer.fit(module, random_batches(shape.vocab_size, length, arguments.warmup + arguments.steps + 1))
+    trainer.fit(module, random_batches(shape.vocab_size, length, timer.num_fit_steps))
     tokens = 2 * length * trainer.world_size
-    speed = tokens / statistics.median(timer.fit)
+    speed = tokens / timer.fit_seconds
+    if timer.profile is not None:
+        show(timer.profile.summary())
+        if arguments.trace is not None and trainer.is_global_zero:
+            timer.profile.export(arguments.trace)
     result = Result(
         length=length,
         checkpointing=checkpointing,
         devices=trainer.world_size,
         fit_tokens_per_second=round(speed, 1),
-        bare_tokens_per_second=round(tokens / statistics.median(timer.bare), 1),
+        bare_tokens_per_second=round(tokens / timer.bare_seconds, 1),
         mfu=round(speed * flops_per_token(module, shape, length) / trainer.world_size / PEAK_FLOPS, 4),
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
         loss=round(timer.loss, 4),
@@ -229,6 +296,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks, under `fsdp`")
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=False, help="after forward")
+    parser.add_argument("--packing", choices=["auto", "always", "never"], default="auto")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
+    parser.add_argument("--trace", type=Path, help="JSON file for the profile's trace")
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--out", type=Path, help="JSON file for the results")

@@ -64,12 +64,18 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch on another device."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: _send(tensor, device))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **changed)
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory alone does a copy to a GPU not hold up the host until the GPU has done all its work.
+    is_upload = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)

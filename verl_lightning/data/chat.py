@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -163,7 +164,8 @@ class ChatDataModule(TokenizedDataModule):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
-        return batch if isinstance(batch, TokenBatch) else TokenBatch(**batch)
+        tokens = batch if isinstance(batch, TokenBatch) else TokenBatch(**batch)
+        return dataclasses.replace(tokens, row_lengths=tokens.known_lengths())  # while they can be read at once
 
     def _supervised(self, chats: list[TokenizedChat], names: list[str]) -> list[TokenizedChat]:
         kept = [chat for chat in chats if any(chat.is_supervised[1:])]
