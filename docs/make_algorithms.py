@@ -37,6 +37,7 @@ MATHS = {
     "ClipCov": [losses.clip_cov_loss, losses.select_at_random],
     "KLCov": [losses.kl_cov_loss, losses.select_top],
     "Reinforce": [losses.reinforce_loss],
+    "GPGLoss": [losses.reinforce_loss],
     "SAPO": [losses.sapo_loss],
     "VESPO": [losses.vespo_loss],
     "DRO": [losses.dro_loss],

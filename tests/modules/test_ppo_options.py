@@ -106,9 +106,11 @@ def test_the_engines_log_probs_leave_nothing_to_correct(tiny_folder):
 
 
 def test_dynamic_sampling_waits_until_there_are_enough_groups_with_signal(tiny_folder, prompt_file, tmp_path):
-    recorder, module = run(tiny_folder, prompt_file, tmp_path, dynamic_sampling=DynamicSamplingConfig(max_batches=20))
+    reward, sampling = make_reward("same_on_even_rows"), DynamicSamplingConfig(max_batches=2)
+    recorder, module = run(tiny_folder, prompt_file, tmp_path, reward=reward, dynamic_sampling=sampling)
 
     assert module.trainer.global_step == 2
+    assert len(recorder.steps) == 4
     assert all(step["train/frac_zero_std"] == 0 for step in recorder.steps if "train/frac_zero_std" in step)
     assert not module._gathered
 

@@ -6,8 +6,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from verl_lightning.functional.masking import masked_variance
-
 
 def clipped_value_loss(
     values: Float[Tensor, "batch response"],
@@ -66,16 +64,12 @@ def value_clip_indicator(
     return (response_mask & (clipped > plain)).to(values.dtype)
 
 
-def explained_variance(
+def explained_variance_moments(
     values: Float[Tensor, "batch response"],
     returns: Float[Tensor, "batch response"],
     response_mask: Bool[Tensor, "batch response"],
-) -> Float[Tensor, ""]:
-    """The share of the returns' variance that the critic explains.
-
-    Computes::
-
-        1 - variance(returns - values) / variance(returns)
+) -> Float[Tensor, " 5"]:
+    """What `explained_variance` needs to know of some of a batch's tokens; those of all parts add up.
 
     Args:
         values: Of the critic, in units of reward.
@@ -83,11 +77,30 @@ def explained_variance(
         response_mask: True on response tokens; False on tool output and padding.
 
     Returns:
+        Number of tokens, then sum and sum of squares of the returns and of what the critic missed; in float64.
+    """
+    count = response_mask.sum().double()
+    parts = [torch.where(response_mask, part, 0.0).double() for part in (returns, returns - values)]
+    return torch.stack([count, *(power for part in parts for power in (part.sum(), part.square().sum()))])
+
+
+def explained_variance(moments: Float[Tensor, " 5"]) -> Float[Tensor, ""]:
+    """The share of the returns' variance that the critic explains.
+
+    Computes::
+
+        1 - variance(returns - values) / variance(returns)
+
+    Args:
+        moments: Sum of `explained_variance_moments` over micro-batches and ranks.
+
+    Returns:
         At most 1; 0 for a critic that says nothing, below 0 for one that misleads, and 0 for returns that don't vary.
     """
-    variance = masked_variance(returns, response_mask)
-    residual = masked_variance(returns - values, response_mask)
-    is_varied = variance > 0
+    count, return_sum, return_squares, error_sum, error_squares = moments
+    variance = return_squares - return_sum.square() / count.clamp(min=1)
+    residual = error_squares - error_sum.square() / count.clamp(min=1)
+    is_varied = variance > 1e-12 * return_squares  # less is rounding
     return torch.where(is_varied, 1 - residual / torch.where(is_varied, variance, 1.0), 0.0)
 
 

@@ -15,7 +15,7 @@ from verl_lightning.functional import kl as kl_estimators
 from verl_lightning.functional.advantages.groups import num_groups_without_signal
 from verl_lightning.functional.masking import masked_sum, standardize
 from verl_lightning.functional.rewards import place_sequence_rewards, subtract_kl
-from verl_lightning.functional.value_loss import explained_variance
+from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs
@@ -132,6 +132,10 @@ class ExperienceMaker:
             returns=outputs.returns,
         )
         metrics |= experience_metrics(experience, token_rewards, rollout)
+        if values is not None and outputs.returns is not None:
+            moments = explained_variance_moments(values, outputs.returns, trained)
+            explained = explained_variance(self.contract.sum_over_data_parallel(moments))
+            metrics["critic/vf_explained_var"] = mean(explained)  # the same on every rank
         if self.advantage.needs_groups:
             silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
             metrics["train/frac_zero_std"] = mean(silent, groups)
@@ -203,6 +207,4 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     metrics["train/excluded_sequences"] = total((~rows).sum())
     if experience.returns is not None and experience.values is not None:
         metrics |= spread("critic/returns", experience.returns[mask]) | spread("critic/values", experience.values[mask])
-        explained = explained_variance(experience.values, experience.returns, mask)
-        metrics["critic/vf_explained_var"] = mean(explained * mask.sum(), mask.sum())
     return metrics

@@ -38,7 +38,7 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
 )
 from verl_lightning.modules.sampling import SamplingModule
-from verl_lightning.modules.scored_rollout import ScoredRollout, join_rollouts
+from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_rollouts
 from verl_lightning.modules.speed import speed_metrics
 from verl_lightning.rewards.pool import RewardConfig
 
@@ -147,6 +147,7 @@ class PPOModule(SamplingModule):
 
     @override
     def on_train_start(self) -> None:
+        self._gathered = [part.to(self.device) for part in self._gathered]
         loader: Any = self.trainer.train_dataloader
         ranks = self.contract.data_parallel_size
         sampling = self.rollout_source.sampling
@@ -184,12 +185,21 @@ class PPOModule(SamplingModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["kl_coef"] = self.kl_coef
+        parts = [part.state_dict() for part in self._gathered]
+        checkpoint["gathered_groups"] = self.contract.gather_over_data_parallel(parts)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if self.kl is not None and self.kl.target is not None:  # a fixed weight stays the configured one
             self.kl_coef = checkpoint["kl_coef"]
+        if self.dynamic_sampling is not None:
+            self._gathered = deal_out(
+                checkpoint["gathered_groups"],
+                rank=self.contract.data_parallel_rank,
+                ranks=self.contract.data_parallel_size,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
 
     def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
         if not self.needs_greedy_rollout:

@@ -49,6 +49,34 @@ class ScoredRollout:
         rewards = torch.where(self.verdict.is_valid, self.verdict.rewards + penalty, self.verdict.rewards)
         return dataclasses.replace(self, verdict=dataclasses.replace(self.verdict, rewards=rewards))
 
+    def every_nth_group(self, first: int, step: int) -> ScoredRollout:
+        """The groups at positions ``first``, ``first + step``, and so on."""
+        order = torch.unique_consecutive(self.rollout.prompt_index, return_inverse=True)[1]
+        return self._select((order % step == first).nonzero().squeeze(-1))
+
+    def to(self, device: torch.device) -> ScoredRollout:
+        """The same on another device."""
+        verdict = dataclasses.replace(
+            self.verdict,
+            rewards=self.verdict.rewards.to(device),
+            is_valid=self.verdict.is_valid.to(device),
+            components={name: values.to(device) for name, values in self.verdict.components.items()},
+        )
+        return ScoredRollout(rollout=self.rollout.to(device), verdict=verdict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors, numbers and strings, on the host."""
+        host = self.to(torch.device("cpu"))
+        return {
+            "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None)),
+            "verdict": _fields(host.verdict),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> ScoredRollout:
+        """What `state_dict` was taken from, on the host."""
+        return cls(rollout=Rollout(**state["rollout"]), verdict=Verdict(**state["verdict"]))
+
     def _select(self, rows: Int[Tensor, " rows"]) -> ScoredRollout:
         verdict = dataclasses.replace(
             self.verdict,
@@ -81,6 +109,27 @@ def join_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -> Score
         rollout=Rollout(temperature=rollouts[0].temperature, **joined),
         verdict=_join_verdicts([p.verdict for p in parts]),
     )
+
+
+def deal_out(
+    saved: Sequence[Sequence[dict[str, Any]]], *, rank: int, ranks: int, pad_token_id: int
+) -> list[ScoredRollout]:
+    """One rank's share of what all ranks had gathered, batch by batch.
+
+    Args:
+        saved: For each rank of the run that saved, its batches' `ScoredRollout.state_dict`.
+        rank: Whose share.
+        ranks: How many there are now. As many as then: each gets its own back; else groups are dealt out in turn.
+        pad_token_id: Fills ``input_ids``.
+    """
+    if len(saved) == ranks:
+        return [ScoredRollout.from_state_dict(state) for state in saved[rank]]
+    batches = [[ScoredRollout.from_state_dict(state) for state in batch] for batch in zip(*saved, strict=True)]
+    return [join_rollouts(batch, pad_token_id=pad_token_id).every_nth_group(rank, ranks) for batch in batches]
+
+
+def _fields(instance: Rollout | Verdict) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from verl_lightning.modules.policy_losses.base import LossAndMetrics, PolicyLoss
 from verl_lightning.modules.policy_losses.clipped import CISPO, GSPO, GeoMean, PPOClip
 from verl_lightning.modules.policy_losses.covariance import ClipCov, KLCov
-from verl_lightning.modules.policy_losses.gated import DPPOKL, DPPOTV, DRO, SAPO, VESPO, Reinforce
+from verl_lightning.modules.policy_losses.gated import DPPOKL, DPPOTV, DRO, SAPO, VESPO, GPGLoss, Reinforce
 
 __all__ = [
     "CISPO",
@@ -14,6 +14,7 @@ __all__ = [
     "SAPO",
     "VESPO",
     "ClipCov",
+    "GPGLoss",
     "GeoMean",
     "KLCov",
     "LossAndMetrics",

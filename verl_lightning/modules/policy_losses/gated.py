@@ -1,4 +1,4 @@
-"""Losses that weigh or drop tokens by other means than PPO's clip: REINFORCE, SAPO, VESPO, DRO and DPPO."""
+"""Losses that weigh or drop tokens by other means than PPO's clip: REINFORCE, GPG, SAPO, VESPO, DRO and DPPO."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from verl_lightning.types import Experience
 
 
 class Reinforce(PolicyLoss):
-    """The plain policy gradient, without importance ratio or clip; also the loss of GPG.
+    """The plain policy gradient, without importance ratio or clip.
 
-    Williams, 1992, https://doi.org/10.1007/BF00992696; Chu et al., 2025, https://arxiv.org/abs/2504.02546
+    Williams, 1992, https://doi.org/10.1007/BF00992696
     """
 
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
         """The loss and how far the policy has moved."""
         return losses.reinforce_loss(log_probs, batch.advantages, batch.response_mask), policy_shift(log_probs, batch)
+
+
+class GPGLoss(Reinforce):
+    """Group policy gradient: REINFORCE's loss under the name of its recipe, for the advantage ``GPG``.
+
+    Chu et al., 2025, https://arxiv.org/abs/2504.02546
+    """
 
 
 class SAPO(PolicyLoss):
