@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +96,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         self.compile = compile
         self._shard_mesh: DeviceMesh | None = None
         self._trained: list[TokenScorer] = []
+        self._kept_local: set[nn.Module] = set()  # models within `no_gradient_sync`
 
     @property
     @override
@@ -222,10 +223,17 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         return super().adapter_weights(model)
 
     @override
-    def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        if not self.accumulate_whole:
-            return nullcontext()
-        return gradients_kept_local(cast(FSDPModule, model), keep_weights=not self.reshard_after_forward)
+    @contextmanager
+    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
+        if not self.accumulate_whole or model in self._kept_local:
+            yield
+            return
+        self._kept_local.add(model)
+        try:
+            with gradients_kept_local(cast(FSDPModule, model), keep_weights=not self.reshard_after_forward):
+                yield
+        finally:
+            self._kept_local.discard(model)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

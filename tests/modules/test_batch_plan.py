@@ -41,6 +41,16 @@ def test_people_see_them():
         assert value in line.split("│")[2]
 
 
+def test_a_token_budget_is_shown_and_must_hold_a_sequence():
+    def plan(budget):
+        update = UpdateConfig(mini_batch_size=8, max_tokens_per_micro_batch=budget)
+        return BatchPlan(prompts_per_step=32, num_samples=4, data_parallel_size=2, update=update, max_tokens=100)
+
+    assert plan(100).micro_batches == "as many as lengths need x 100 tokens"
+    with pytest.raises(ValueError, match=r"`update\.max_tokens_per_micro_batch` \(99\) is less than one sequence may"):
+        plan(99)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -27,6 +27,7 @@ from tests.runs import (
     make_trainer,
 )
 from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
+from verl_lightning.metrics import Metric
 from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.advantages import GAE
@@ -35,7 +36,6 @@ from verl_lightning.modules.objectives import Normalizer, PolicyObjective
 from verl_lightning.modules.policy_losses import PPOClip
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
 from verl_lightning.strategies import STRATEGIES
-from verl_lightning.strategies.base import with_gradient
 from verl_lightning.types import Experience, Rollout
 
 Results = dict[str, Any]
@@ -172,6 +172,19 @@ def sft_accumulated(bench: Bench) -> Results:
     return bench.fit(make_sft(bench.folder / "model", actor=bench.model()), accumulate_grad_batches=2)
 
 
+def packed_within_a_budget(bench: Bench) -> Results:
+    """GAE with a critic on packed sequences; ranks differ in what they need and make as many micro-batches."""
+    update = UpdateConfig(mini_batch_size=2, epochs=2, max_tokens_per_micro_batch=40)
+    model = bench.model(packing="always")
+    return bench.fit(bench.ppo(actor=model, advantage=GAE(), critic=CriticConfig(model=model), update=update))
+
+
+def sft_packed_within_a_budget(bench: Bench) -> Results:
+    """Eight chats a step, packed, in several micro-batches."""
+    module = make_sft(bench.folder / "model", actor=bench.model(packing="always"), max_tokens_per_micro_batch=64)
+    return bench.fit(module, accumulate_grad_batches=2)
+
+
 def one_rank_without_rewards(bench: Bench) -> Results:
     """Every other row has no reward: all rows of rank 0 if there are two."""
     return bench.fit(bench.ppo(reward=make_reward("fails_on_even_rows", max_error_share=1.0)))
@@ -231,19 +244,17 @@ def loss_and_norm(module: PPOModule, rollout: Rollout, aggregation: Any, size: i
     objective = PolicyObjective(
         policy_loss=PPOClip(), normalizer=normalizer, kl=None, kl_coef=0.0, entropy_coef=0.3, is_on_policy=False
     )
-    shares: list[Tensor] = []
 
     def loss_fn(scores: Any, batch: Any) -> Any:
         share, metrics = objective(scores, batch)
-        shares.append(share.detach().clone())
-        return share, metrics
+        return share, {**metrics, "share": Metric("sum", share.detach().clone())}
 
     batches = split_micro_batches(made_up_experience(rollout), size)
-    module.contract.forward_backward(module.policy, batches, loss_fn, with_entropy=True)
+    results = module.contract.forward_backward(module.policy, batches, loss_fn, with_entropy=True)
     optimizer: Any = module.optimizers()
-    norm = module.contract.gradient_norm(with_gradient(optimizer))
+    norm = module.contract.prepare_step(optimizer.optimizer, 0.0)
     optimizer.zero_grad()
-    return float(reduce(torch.stack(shares).sum())), float(norm)
+    return float(reduce(torch.tensor(sum(float(part["share"].total) for part in results)))), float(norm)
 
 
 def made_up_experience(rollout: Rollout) -> Experience:
@@ -283,6 +294,8 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         lora,
         sft,
         sft_accumulated,
+        packed_within_a_budget,
+        sft_packed_within_a_budget,
         one_rank_without_rewards,
         one_rank_without_rewards_for_its_critic,
         nothing_to_train_on,

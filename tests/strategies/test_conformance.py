@@ -75,6 +75,14 @@ def test_weights_change_as_in_one_process(expected, actual, scenario):
         assert (flat - other_flat).norm() <= 1e-3 * flat.norm()
 
 
+def test_packed_sequences_learn_as_padded_ones(expected):
+    """Each scenario begins with the same weights, chats and seed."""
+    packed, padded = expected["sft_packed_within_a_budget"], expected["sft_accumulated"]
+    for kind, name in (("losses", "train/loss"), ("norms", "train/grad_norm")):
+        pairs = zip(padded[kind][name], packed[kind][name], strict=True)
+        assert all(same(value, other, TOLERANCES[kind]) for value, other in pairs), name
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(expected, actual, aggregation):
     """16x1, 4x4 and counts that differ between ranks, in one process and in two."""

@@ -119,6 +119,24 @@ class TokenScorer(nn.Module):
         with adapters_off(self.backbone):
             yield
 
+    @property
+    def attention_cost(self) -> float:
+        """What causal attention to one token costs, as a share of all other compute of a token.
+
+        A pass takes ``2 * parameters`` operations a token for matrix products and ``4 * layers * heads * head_dim``
+        for a pair of tokens, of which causal attention computes half::
+
+            layers * heads * head_dim / parameters
+        """
+        config = self.backbone.config.get_text_config()
+        heads = config.num_attention_heads
+        width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return float(config.num_hidden_layers * width / sum(weight.numel() for weight in self.parameters()))
+
+    def weight_shapes(self) -> dict[str, list[int]]:
+        """Shape of each whole weight, by name."""
+        return {name: list(weight.shape) for name, weight in self.named_parameters()}
+
     def _linear_head(self) -> nn.Linear | None:
         """The output head if log-probs follow from hidden states and its weight alone; see `PLAIN_HEADS`."""
         head = self.backbone.get_output_embeddings()  # type: ignore[no-untyped-call]

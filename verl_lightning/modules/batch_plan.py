@@ -40,6 +40,12 @@ class BatchPlan:
                 f"`update.mini_batch_size` ({mini} prompts over all ranks) must be a multiple of the number of"
                 f" data-parallel ranks ({self.data_parallel_size}). Change it, or `trainer.devices`."
             )
+        budget = self.update.max_tokens_per_micro_batch
+        if budget is not None and self.max_tokens is not None and self.max_tokens > budget:
+            raise ValueError(
+                f"`update.max_tokens_per_micro_batch` ({budget}) is less than one sequence may have ({self.max_tokens}:"
+                " `data.max_prompt_length` and `rollout.sampling.max_new_tokens`). Raise it, or shorten one of them."
+            )
 
     @property
     def sequences_per_step(self) -> int:
@@ -52,9 +58,19 @@ class BatchPlan:
         return self.update.mini_batch_size * self.num_samples // self.data_parallel_size
 
     @property
-    def micro_batches_per_mini_batch(self) -> int:
-        """Forward and backward passes of an optimizer step on one rank."""
+    def micro_batches_per_mini_batch(self) -> int | None:
+        """Forward and backward passes of an optimizer step on one rank; None where lengths will tell."""
+        if self.update.max_tokens_per_micro_batch is not None:
+            return None
         return -(-self.mini_batch_sequences_per_rank // self.update.micro_batch_size)
+
+    @property
+    def micro_batches(self) -> str:
+        """How many of which size, for people."""
+        if (budget := self.update.max_tokens_per_micro_batch) is not None:
+            return f"as many as lengths need x {budget} tokens"
+        size = min(self.update.micro_batch_size, self.mini_batch_sequences_per_rank)
+        return f"{self.micro_batches_per_mini_batch} x {size} sequences"
 
     @property
     def mini_batches_per_epoch(self) -> int:
@@ -77,8 +93,7 @@ class BatchPlan:
             "sequences per step and rank": self.sequences_per_step // ranks,
             "sequences per mini-batch, all ranks": mini,
             "sequences per mini-batch and rank": self.mini_batch_sequences_per_rank,
-            "micro-batches per mini-batch, of at most": f"{self.micro_batches_per_mini_batch} x "
-            f"{min(self.update.micro_batch_size, self.mini_batch_sequences_per_rank)} sequences",
+            "micro-batches per mini-batch, of at most": self.micro_batches,
             "optimizer steps per iteration": f"{self.mini_batches_per_epoch} x {self.update.epochs} epochs"
             f" = {self.optimizer_steps}",
             "tokens per sequence, at most": self.max_tokens or "unknown",

@@ -21,7 +21,7 @@ from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs
 from verl_lightning.modules.corrections import RolloutCorrection, correct_rollout
 from verl_lightning.modules.judge import Verdict
-from verl_lightning.modules.micro_batches import join_columns, split_micro_batches
+from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience, Rollout, Scores
@@ -51,8 +51,8 @@ class ExperienceMaker:
     kl: KLConfig | None
     """None when no reference is asked."""
 
-    micro_batch_size: int
-    """Most sequences scored at once on a rank."""
+    splitter: BatchSplitter
+    """Cuts what is scored at once on a rank."""
 
     corrections: Sequence[RolloutCorrection]
     """For the difference between the engine's policy and the trainer's; none leaves it alone."""
@@ -142,16 +142,8 @@ class ExperienceMaker:
         return experience, metrics
 
     def _score(self, model: TokenScorer, rollout: Rollout, *, with_entropy: bool = False) -> Scores:
-        batches = split_micro_batches(rollout, self.micro_batch_size)
-        parts = self.contract.forward(model, batches, with_entropy=with_entropy)
-        width = rollout.response_mask.shape[1]
-
-        def join(name: str) -> Tensor | None:
-            columns = [getattr(part, name) for part in parts]
-            return None if columns[0] is None else join_columns(columns, width)
-
-        names = ("log_probs", "entropy", "sum_squared_probs", "values")
-        return Scores(**{name: join(name) for name in names})
+        (split,) = self.splitter.split(model, [rollout])
+        return split.join(self.contract.forward(model, split.parts, with_entropy=with_entropy))
 
     def _policy_scores(self, rollout: Rollout) -> Scores:
         """The policy's own, or the engine's log-probs alone."""

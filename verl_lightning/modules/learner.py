@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from verl_lightning.metrics import MetricTable, mean, total
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.batch_plan import BatchPlan
-from verl_lightning.modules.micro_batches import split_micro_batches
+from verl_lightning.modules.micro_batches import BatchSplitter, SplitBatch
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
 from verl_lightning.modules.policy_losses import PolicyLoss
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
@@ -48,6 +48,9 @@ class Learner:
 
     contract: PostTrainingStrategy
     """Runs the models."""
+
+    splitter: BatchSplitter
+    """Cuts mini-batches into micro-batches."""
 
     plan: BatchPlan
     """Sizes of everything."""
@@ -107,18 +110,24 @@ class Learner:
     def _actor_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
         if self.warms_up_critic:
             return
+        splits = self._splits("actor", mini_batches)
         for epoch in range(self.plan.update.epochs):
-            for index, batch in enumerate(mini_batches):
+            for index, (batch, split) in enumerate(zip(mini_batches, splits, strict=True)):
                 objective = self._policy_objective(batch, is_first=epoch == index == 0)
-                yield partial(self._step, "actor", batch, objective, table)
+                yield partial(self._step, "actor", split.parts, objective, table)
 
     def _critic_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
         if "critic" not in self.roles or self.critic_config is None:
             return
+        splits = self._splits("critic", mini_batches)
         for _ in range(self.critic_config.epochs):
-            for batch in mini_batches:
+            for batch, split in zip(mini_batches, splits, strict=True):
                 objective = ValueObjective(normalizer=batch.normalizer, clip=self.critic_config.value_clip)
-                yield partial(self._step, "critic", batch, objective, table)
+                yield partial(self._step, "critic", split.parts, objective, table)
+
+    def _splits(self, name: str, mini_batches: list[MiniBatch]) -> list[SplitBatch[Experience]]:
+        """Once for all passes over them."""
+        return self.splitter.split(self.roles[name].model, [batch.experience for batch in mini_batches])
 
     def _policy_objective(self, batch: MiniBatch, *, is_first: bool) -> PolicyObjective | SharedObjective:
         policy = PolicyObjective(
@@ -143,11 +152,12 @@ class Learner:
         everyone = torch.cat(self.contract.gather_over_data_parallel(own.cpu()), dim=1).to(own.device)
         return self.policy_loss.for_step(*everyone)
 
-    def _step(self, name: str, batch: MiniBatch, objective: Objective, table: MetricTable, count: bool) -> None:
+    def _step(
+        self, name: str, micro_batches: list[Experience], objective: Objective, table: MetricTable, count: bool
+    ) -> None:
         """One optimizer step of one role on its mini-batch."""
         role, update = self.roles[name], self.plan.update
         with self.phase(f"update_{name}"):
-            micro_batches = split_micro_batches(batch.experience, update.micro_batch_size)
             with_entropy = name == "actor" and update.entropy_coef != 0
             for metrics in self.contract.forward_backward(
                 role.model, micro_batches, objective, with_entropy=with_entropy
@@ -155,7 +165,7 @@ class Learner:
                 table.add(metrics)
             norm = self.contract.clip_and_step(role.optimizer, role.max_grad_norm, count=count)
         is_finite, ranks = norm.isfinite(), self.contract.data_parallel_size
-        is_empty = batch.normalizer.num_tokens == 0  # on all ranks
+        is_empty = objective.normalizer.num_tokens == 0  # on all ranks
         table.add(
             {
                 f"{name}/grad_norm": mean(norm.nan_to_num(posinf=0.0), is_finite),

@@ -132,6 +132,11 @@ class SharedObjective:
     coef: float
     """Weight of the value loss."""
 
+    @property
+    def normalizer(self) -> Normalizer:
+        """Totals of the step, which both share."""
+        return self.policy.normalizer
+
     def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
         """This micro-batch's share of the loss."""
         policy_share, policy_metrics = self.policy(scores, batch)

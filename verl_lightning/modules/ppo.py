@@ -20,6 +20,7 @@ from verl_lightning.modules.corrections import RolloutCorrection
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
+from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
 from verl_lightning.modules.ppo_checks import (
     check_length,
@@ -246,11 +247,18 @@ class PPOModule(SamplingModule):
             reference=self._reference[0] if self._reference else None,
             advantage=self.advantage,
             kl=self.kl,
-            micro_batch_size=self.update.micro_batch_size,
+            splitter=self._splitter(),
             corrections=self.corrections,
             old_log_probs=self.update.old_log_probs,
             mask_truncated=self.shaping.mask_truncated,
             phase=self.phase,
+        )
+
+    def _splitter(self) -> BatchSplitter:
+        return BatchSplitter(
+            contract=self.contract,
+            micro_batch_size=self.update.micro_batch_size,
+            max_tokens=self.update.max_tokens_per_micro_batch,
         )
 
     def _learner(self) -> Learner:
@@ -262,6 +270,7 @@ class PPOModule(SamplingModule):
             roles["critic"] = Role(self.critic, critic[0], self.critic_config.model.optim.max_grad_norm)
         return Learner(
             contract=self.contract,
+            splitter=self._splitter(),
             plan=self.plan,
             roles=roles,
             policy_loss=self.policy_loss,

@@ -55,6 +55,10 @@ class UpdateConfig:
     micro_batch_size: int = 8
     """Sequences of one forward and backward pass on one rank. Changes speed and memory, never the result."""
 
+    max_tokens_per_micro_batch: int | None = None
+    """Most tokens of one forward and backward pass on one rank, in the place of ``micro_batch_size``: sequences are
+    divided so that passes take about equal compute. Changes speed and memory, never the result."""
+
     epochs: int = 1
     """Passes over the iteration's responses."""
 
@@ -72,6 +76,17 @@ class UpdateConfig:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`update.{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.max_tokens_per_micro_batch is None:
+            return
+        if self.max_tokens_per_micro_batch < 1:
+            raise ValueError(
+                f"`update.max_tokens_per_micro_batch` must be at least 1, got {self.max_tokens_per_micro_batch}."
+            )
+        if self.micro_batch_size != type(self).micro_batch_size:
+            raise ValueError(
+                f"`update.micro_batch_size` ({self.micro_batch_size}) and `update.max_tokens_per_micro_batch`"
+                f" ({self.max_tokens_per_micro_batch}) both say how large a micro-batch is. Drop one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

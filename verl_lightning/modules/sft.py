@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -15,6 +17,7 @@ from verl_lightning.metrics import Metric, MetricTable, masked_mean
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.strategies.base import with_gradient
 from verl_lightning.types import Scores, TokenBatch
 
@@ -28,13 +31,21 @@ class SFTModule(PostTrainingModule):
     Args:
         actor: The model in training. ``trainer.gradient_clip_val``, when given, takes the place of its
             ``optim.max_grad_norm``.
+        max_tokens_per_micro_batch: Most tokens of one forward and backward pass: a batch with more makes several, of
+            about equal compute. Changes speed and memory, never the gradient. Null makes one pass of a batch.
     """
 
-    def __init__(self, actor: ModelConfig) -> None:
+    def __init__(self, actor: ModelConfig, max_tokens_per_micro_batch: int | None = None) -> None:
         super().__init__(actor)
+        if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < 1:
+            raise ValueError(f"`max_tokens_per_micro_batch` must be at least 1, got {max_tokens_per_micro_batch}.")
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.actor: TokenScorer | None = None
         self._unit_tokens: Tensor | None = None  # tokens of the first batch of the optimizer step at work
         self._step_tokens: Tensor | None = None  # tokens of all its batches so far
+        self._batch_tokens: Tensor | None = None  # of the batch at work; None within its later micro-batches
+        self._log_prob_sums: list[Tensor] = []  # of its micro-batches so far
+        self._rest: list[TokenBatch] = []  # its micro-batches that `backward` is to make
         self._evaluation = MetricTable()
 
     @property
@@ -53,25 +64,68 @@ class SFTModule(PostTrainingModule):
         return self.optimizer_config("actor", self.policy, self.policy_config)
 
     @override
+    def on_train_start(self) -> None:
+        longest = getattr(getattr(self.trainer, "datamodule", None), "max_length", None)
+        budget = self.max_tokens_per_micro_batch
+        if budget is not None and longest is not None and longest > budget:
+            raise ValueError(
+                f"`max_tokens_per_micro_batch` ({budget}) is less than one chat may have (`data.max_length`,"
+                f" {longest}). Raise it, or shorten chats."
+            )
+
+    @override
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         tokens = self.contract.sum_over_data_parallel(batch.response_mask.sum())
         if self._unit_tokens is None or self._step_tokens is None:
             self._unit_tokens = tokens.clamp(min=1)
             self._step_tokens = torch.zeros_like(tokens)
         self._step_tokens = self._step_tokens + tokens
-        unit, accumulated = self._unit_tokens, self.trainer.accumulate_grad_batches
+        self._batch_tokens, self._log_prob_sums = tokens, []
+        first, *self._rest = self._micro_batches(batch)
+        with self._unless_last():
+            loss, _ = self.contract.train_loss(self.policy, first, self._loss)
+        return loss * self.trainer.accumulate_grad_batches  # by which Lightning divides what it is returned
 
-        def loss_fn(scores: Scores, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Metric]]:
-            assert scores.log_probs is not None
-            token_sum = -masked_sum(scores.log_probs, batch.response_mask)
-            # In units of the step's first batch, times what Lightning divides by; `on_before_optimizer_step` ends it.
-            return token_sum / unit * accumulated, {"loss": Metric("sum", token_sum.detach())}
+    def _loss(self, scores: Scores, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+        assert scores.log_probs is not None
+        assert self._unit_tokens is not None
+        log_prob_sum = masked_sum(scores.log_probs, batch.response_mask)
+        self._log_prob_sums.append(log_prob_sum.detach())
+        # In units of the step's first batch; `on_before_optimizer_step` ends it.
+        return -log_prob_sum / self._unit_tokens, {}
 
-        loss, metrics = self.contract.train_loss(self.policy, batch, loss_fn)
-        token_sum = self.contract.sum_over_data_parallel(torch.as_tensor(metrics["loss"].total))
+    @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Adds the gradient of the batch: of the micro-batch that `training_step` has scored, then of all others."""
+        with self._unless_last():
+            super().backward(loss, *args, **kwargs)
+        if not self._rest:
+            return
+        rest, self._rest, tokens, self._batch_tokens = self._rest, [], self._batch_tokens, None
+        self.contract.forward_backward(self.policy, rest, self._loss)  # each comes back here, with no rest
+        self._batch_tokens = tokens
+
+    @override
+    def on_after_backward(self) -> None:
+        if (tokens := self._batch_tokens) is None:  # one of several micro-batches
+            return
+        token_sum = self.contract.sum_over_data_parallel(-torch.stack(self._log_prob_sums).sum())
         self.log("train/loss", token_sum / tokens.clamp(min=1), prog_bar=True, batch_size=1)
         self.log("train/global_tokens", tokens.float(), batch_size=1)
-        return loss
+
+    def _micro_batches(self, batch: TokenBatch) -> list[TokenBatch]:
+        """Within the budget; as many on every rank. Collective."""
+        if self.max_tokens_per_micro_batch is None:
+            return [batch]
+        splitter = BatchSplitter(
+            contract=self.contract, micro_batch_size=len(batch), max_tokens=self.max_tokens_per_micro_batch
+        )
+        (split,) = splitter.split(self.policy, [batch])
+        return split.parts
+
+    def _unless_last(self) -> AbstractContextManager[None]:
+        """Keeps gradients on this rank while micro-batches of the batch are left."""
+        return self.contract.no_gradient_sync(self.policy) if self._rest else nullcontext()
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -99,6 +153,17 @@ class SFTModule(PostTrainingModule):
     ) -> None:
         if self._clips_values:  # norms are clipped already: see `on_before_optimizer_step`
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Done after each step: where the strategy runs the backward pass in `training_step`, it is too late here."""
+
+    @override
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer | LightningOptimizer, optimizer_closure: Any = None
+    ) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
 
     @property
     def _clips_values(self) -> bool:
@@ -134,9 +199,10 @@ class SFTModule(PostTrainingModule):
         self._log_evaluation("test")
 
     def _evaluate(self, batch: TokenBatch) -> None:
-        (scores,) = self.contract.forward(self.policy, [batch])
-        assert scores.log_probs is not None
-        self._evaluation.add({"loss": masked_mean(-scores.log_probs, batch.response_mask)})
+        parts = self._micro_batches(batch)
+        for part, scores in zip(parts, self.contract.forward(self.policy, parts), strict=True):
+            assert scores.log_probs is not None
+            self._evaluation.add({"loss": masked_mean(-scores.log_probs, part.response_mask)})
 
     def _log_evaluation(self, stage: str) -> None:
         metrics = self._evaluation.reduce(self.contract.gather_over_data_parallel)

@@ -1,0 +1,108 @@
+"""Divides sequences among micro-batches of a token budget: numbers in, rows out, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RowSize(NamedTuple):
+    """What one sequence takes, in tokens."""
+
+    prompt: int
+    """Columns from the prompt's first real token on."""
+
+    response: int
+    """Columns up to the response's last real token."""
+
+    tokens: int
+    """Real tokens of both."""
+
+    scored: int = 0
+    """Tokens that are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudget:
+    """How sequences are divided: never more tokens in a micro-batch than allowed, and about equal compute in each.
+
+    The compute of a sequence of ``l`` tokens is counted as ``l + attention_cost * l**2``.
+    """
+
+    max_tokens: int
+    """Most tokens of a micro-batch, padding included."""
+
+    packs: bool
+    """Whether the model reads real tokens alone; else each row takes the longest prompt and response of its
+    micro-batch."""
+
+    attention_cost: float
+    """What attention to one token costs, as a share of all other compute of a token."""
+
+    def divide(self, rows: Sequence[RowSize]) -> list[list[int]]:
+        """The fewest micro-batches that this finds, as positions of rows.
+
+        Raises:
+            ValueError: If one row alone is over the budget.
+        """
+        if (longest := max(map(self._alone, rows))) > self.max_tokens:
+            raise ValueError(
+                f"a sequence of {longest} tokens does not fit into `max_tokens_per_micro_batch` ({self.max_tokens})."
+                " Raise it, or shorten sequences (`data.max_prompt_length`, `rollout.sampling.max_new_tokens`,"
+                " `data.max_length`)."
+            )
+        if not self.packs:
+            return self._consecutive(rows)
+        count = -(-sum(row.tokens for row in rows) // self.max_tokens)
+        while (parts := self._balanced(rows, max(1, count))) is None:
+            count += 1
+        return parts
+
+    def divide_into(self, rows: Sequence[RowSize], count: int) -> list[list[int]]:
+        """The same in more micro-batches, since another rank needs as many; fewer only if there are fewer rows."""
+        count = min(count, len(rows))
+        parts = self.divide(rows)
+        if len(parts) < count and self.packs and (balanced := self._balanced(rows, count)) is not None:
+            parts = balanced
+        while len(parts) < count:  # a half of what fits, fits
+            longest = max(range(len(parts)), key=lambda index: len(parts[index]))
+            part = parts.pop(longest)
+            parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+        # The most expensive first: on each rank, so that ranks wait little for one another.
+        return sorted(map(sorted, parts), key=lambda part: -sum(self._cost(rows[index]) for index in part))
+
+    def _balanced(self, rows: Sequence[RowSize], count: int) -> list[list[int]] | None:
+        """Each row, the most expensive first, to the one with room that has the least to do; None without room."""
+        parts: list[list[int]] = [[] for _ in range(count)]
+        cost, tokens = [0.0] * count, [0] * count
+        for index in sorted(range(len(rows)), key=lambda index: -self._cost(rows[index])):
+            row = rows[index]
+            open_parts = [part for part in range(count) if tokens[part] + row.tokens <= self.max_tokens]
+            if not open_parts:
+                return None
+            part = min(open_parts, key=lambda part: cost[part])
+            parts[part].append(index)
+            cost[part] += self._cost(row)
+            tokens[part] += row.tokens
+        return [part for part in parts if part]
+
+    def _consecutive(self, rows: Sequence[RowSize]) -> list[list[int]]:
+        """Rows of about one length together, which need little padding."""
+        parts: list[list[int]] = []
+        prompt = response = 0
+        for index in sorted(range(len(rows)), key=lambda index: -self._alone(rows[index])):
+            row = rows[index]
+            prompt, response = max(prompt, row.prompt), max(response, row.response)
+            if not parts or (len(parts[-1]) + 1) * (prompt + response) > self.max_tokens:
+                parts.append([])
+                prompt, response = row.prompt, row.response
+            parts[-1].append(index)
+        return parts
+
+    def _alone(self, row: RowSize) -> int:
+        return row.tokens if self.packs else row.prompt + row.response
+
+    def _cost(self, row: RowSize) -> float:
+        tokens = max(1, self._alone(row))
+        return tokens + self.attention_cost * tokens**2
