@@ -1,0 +1,106 @@
+"""What one strategy saved, loaded by others and by other libraries: the table of ``docs/checkpoints.md``.
+
+vLLM's column is in ``tests/rollout/test_vllm_folders.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.callbacks.saved_runs import LORA, RANKS, logits_with, run_sft, save_run
+from tests.runs import make_chats, make_model_config, make_trainer
+from tests.strategies.fsdp_ranks import on_ranks
+from verl_lightning.modules import SFTModule
+from verl_lightning.strategies import STRATEGIES
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The dirpath has changed")]
+TOKENS = torch.arange(12).view(2, 6)
+LOADERS = [("auto", 1), ("ddp", 2), ("fsdp", 4)]
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def saver(request):
+    """Who saved."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory, tiny_folder, chat_file, saver):
+    return save_run(tiny_folder, chat_file, tmp_path_factory.mktemp("full"), "full", saver)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory, tiny_folder, chat_file, saver):
+    return save_run(tiny_folder, chat_file, tmp_path_factory.mktemp("lora"), "lora", saver)
+
+
+@pytest.fixture(params=["full", "lora"])
+def run(request, full, lora):
+    """What was trained."""
+    return {"full": full, "lora": lora}[request.param]
+
+
+def base_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize(("loader", "ranks"), LOADERS)
+def test_another_strategy_resumes_the_trainers_checkpoint(run, tiny_folder, chat_file, tmp_path, loader, ranks):
+    checkpoint = str(run.folder / "step=3.ckpt")
+
+    resumed = on_ranks(ranks, run_sft, tiny_folder, chat_file, tmp_path, run.kind, loader, ranks, checkpoint)[0]
+
+    base = dict(base_of(tiny_folder).named_parameters())
+    assert_close(resumed, run.weights, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(resumed["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(("loader", "ranks"), LOADERS)
+def test_another_strategy_starts_from_the_folder(run, tiny_folder, chat_file, tmp_path, loader, ranks):
+    saved = str(run.folder / "hf" / "last")
+    changes = {"path": saved} if run.kind == "full" else {"lora": dataclasses.replace(LORA["lora"], adapter_path=saved)}
+
+    config = dataclasses.replace(make_model_config(tiny_folder), **changes)
+    started = on_ranks(ranks, first_weights, config, chat_file, tmp_path, loader, ranks)[0]
+
+    assert_close(started, run.weights, rtol=0, atol=0)
+
+
+def first_weights(config, chats, folder, strategy, ranks):
+    """The policy's weights before the first step."""
+    trainer = make_trainer(folder, strategy=STRATEGIES.get(strategy, lambda: strategy)(), devices=ranks, max_steps=0)
+    module = SFTModule(config)
+    trainer.fit(module, datamodule=make_chats(chats))
+    return {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
+
+
+def test_transformers_loads_the_full_model(full, tiny_folder):
+    loaded = logits_of(base_of(full.folder / "hf" / "last"))
+
+    assert_close(loaded, logits_with(base_of(tiny_folder), full.weights, TOKENS), rtol=0, atol=0)
+
+
+def test_peft_loads_the_adapter(lora, tiny_folder):
+    loaded = PeftModel.from_pretrained(base_of(tiny_folder), lora.folder / "hf" / "last")
+
+    expected = logits_with(base_of(tiny_folder), lora.weights, TOKENS)
+    assert_close(logits_of(loaded), expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(expected, logits_of(base_of(tiny_folder)), atol=1e-3)
+
+
+def test_transformers_loads_the_adapter_and_the_merged_model(lora, tiny_folder):
+    expected = logits_with(base_of(tiny_folder), lora.weights, TOKENS)
+
+    assert_close(logits_of(base_of(lora.folder / "hf" / "last")), expected, rtol=0, atol=1e-5)
+    assert_close(logits_of(base_of(lora.folder / "merged" / "last")), expected, rtol=0, atol=0)
