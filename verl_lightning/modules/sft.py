@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -47,6 +48,8 @@ class SFTModule(PostTrainingModule):
         self._log_prob_sums: list[Tensor] = []  # of its micro-batches so far
         self._rest: list[TokenBatch] = []  # its micro-batches that `backward` is to make
         self._evaluation = MetricTable()
+        # Lightning's `GradientAccumulationScheduler` says that hooks of optimizer steps run at optimizer steps only.
+        warnings.filterwarnings("ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding")
 
     @property
     @override
