@@ -114,7 +114,8 @@ class PostTrainingStrategy:
     def clip_and_step(self, optimizer: LightningOptimizer, max_norm: float, *, count: bool) -> Tensor:
         """Clip the gradients to a global norm, step the optimizer, clear the gradients. Collective.
 
-        A gradient that is not finite changes nothing: its step is skipped and the returned norm tells.
+        A gradient that is not finite changes nothing, nor does one of zeros, which nothing was learnt from: weight
+        decay and momentum rest too. The returned norm tells.
 
         Args:
             optimizer: From ``LightningModule.optimizers()``.
@@ -133,7 +134,7 @@ class PostTrainingStrategy:
         return norm
 
     def prepare_step(self, optimizer: torch.optim.Optimizer, max_norm: float, *, scale: Tensor | float = 1.0) -> Tensor:
-        """Have the next step scale and clip its gradients, or change nothing if one is not finite. Collective.
+        """Have the next step scale and clip its gradients, or change nothing, as `clip_and_step` says. Collective.
 
         Nothing is read back from the device, so the host runs ahead, and no pass over the gradients is made: the
         fused optimizer does both while it steps.
@@ -148,7 +149,7 @@ class PostTrainingStrategy:
         """
         norm = self.gradient_norm(with_gradient(optimizer)) * scale
         shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        set_gradient_scale(optimizer, factor=shrink * scale, skips=~norm.isfinite())
+        set_gradient_scale(optimizer, factor=shrink * scale, skips=~norm.isfinite() | (norm == 0))
         return norm
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -93,6 +93,22 @@ def test_a_fused_optimizer_scales_and_skips():
     assert (state["step"], state["exp_avg"].any(), state["exp_avg_sq"].any()) == (0, False, False)
 
 
+def test_a_gradient_of_zeros_moves_nothing():
+    """Neither weight decay nor momentum: nothing was learnt from."""
+    weight, optimizer = adamw_after([[2.0, -4.0]])
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.zeros(2)
+
+    norm = as_contract(SingleDeviceStrategy("cpu")).prepare_step(optimizer, 1.0)
+    before = weight.clone()
+    optimizer.step()
+
+    assert norm == 0
+    assert not torch.equal(before, torch.ones(2))
+    assert_close(parameter.detach(), before, rtol=0, atol=0)
+    assert optimizer.state[parameter]["step"] == 1
+
+
 def test_an_optimizer_that_cannot_scale_is_refused():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(TypeError, match="`SGD` cannot scale gradients while it steps. Give it `fused=True`"):

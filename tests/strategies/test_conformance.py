@@ -115,6 +115,7 @@ def test_a_step_without_rewards_has_a_gradient_of_zeros(actual):
     assert results["counts"]["train/empty_batches"] == [2.0, 2.0, 2.0]
     assert results["counts"]["actor/skipped_updates"] == [0.0, 0.0, 0.0]
     assert results["norms"]["actor/grad_norm"] == [0.0, 0.0, 0.0]
+    assert not any(change.any() for step in results["weight_change"] for change in step.values())
 
 
 def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(actual):
