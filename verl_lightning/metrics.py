@@ -78,6 +78,11 @@ class MetricTable:
         for name, metric in metrics.items():
             self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
 
+    @property
+    def merged(self) -> Mapping[str, Metric]:
+        """Each metric over all parts so far."""
+        return self._metrics
+
     def reduce(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """The metrics over all ranks; a mean over nothing is left out. Collective; ranks may hold different names.
 

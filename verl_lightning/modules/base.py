@@ -199,4 +199,5 @@ class PostTrainingModule(LightningModule):
         }
 
     def _weight_shapes(self) -> dict[str, list[int]]:
-        return {name: list(weight.shape) for name, weight in self.named_parameters()}
+        roles = {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}
+        return {f"{role}.{name}": shape for role, r in roles.items() for name, shape in r.weight_shapes().items()}

@@ -86,16 +86,16 @@ class SFTModule(PostTrainingModule):
         self._batch_tokens, self._log_prob_sums = tokens, []
         first, *self._rest = self._micro_batches(batch)
         with self._unless_last():
-            loss, _ = self.contract.train_loss(self.policy, first, self._loss)
+            loss, metrics = self.contract.train_loss(self.policy, first, self._loss)
+        self._log_prob_sums.append(torch.as_tensor(metrics["log_prob_sum"].total, device=self.device))
         return loss * self.trainer.accumulate_grad_batches  # by which Lightning divides what it is returned
 
     def _loss(self, scores: Scores, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Metric]]:
         assert scores.log_probs is not None
         assert self._unit_tokens is not None
         log_prob_sum = masked_sum(scores.log_probs, batch.response_mask)
-        self._log_prob_sums.append(log_prob_sum.detach())
         # In units of the step's first batch; `on_before_optimizer_step` ends it.
-        return -log_prob_sum / self._unit_tokens, {}
+        return -log_prob_sum / self._unit_tokens, {"log_prob_sum": Metric("sum", log_prob_sum.detach())}
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +105,9 @@ class SFTModule(PostTrainingModule):
         if not self._rest:
             return
         rest, self._rest, tokens, self._batch_tokens = self._rest, [], self._batch_tokens, None
-        self.contract.forward_backward(self.policy, rest, self._loss)  # each comes back here, with no rest
+        # Where Lightning runs their backward passes, each comes back here with no rest.
+        for metrics in self.contract.forward_backward(self.policy, rest, self._loss):
+            self._log_prob_sums.append(torch.as_tensor(metrics["log_prob_sum"].total, device=self.device))
         self._batch_tokens = tokens
 
     @override

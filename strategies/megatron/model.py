@@ -1,0 +1,180 @@
+"""Makes one role's model: Megatron's pieces with weights, heads, adapters and the wrapper for training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import Head, build_skeleton, read_value_head
+from verl_lightning.strategies.megatron.config import DataParallelConfig
+from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
+from verl_lightning.strategies.megatron.provider import ModelSettings, build_chunks, make_bridge, make_provider
+from verl_lightning.strategies.megatron.scorer import VALUE_HEAD, MegatronScorer
+from verl_lightning.strategies.megatron.tokens import Slicing
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+
+def build_model(
+    config: ModelConfig,
+    head: Head,
+    *,
+    trainable: bool,
+    settings: ModelSettings,
+    ddp_options: DataParallelConfig,
+    use_distributed_optimizer: bool,
+    bridge: Literal["megatron_bridge", "mbridge"],
+) -> MegatronScorer:
+    """This rank's pieces of a model, with the weights of its folder. Collective.
+
+    Args:
+        config: Which model, and how it is trained.
+        head: What it scores.
+        trainable: False freezes every weight, and wraps nothing.
+        settings: The strategy's.
+        ddp_options: The user's, for models in training.
+        use_distributed_optimizer: Of models in training.
+        bridge: What maps weights.
+    """
+    if bridge == "mbridge":
+        refuse_mbridge(config)
+    ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
+    mapping = make_bridge(config.path)
+    provider = make_provider(mapping, config, head, settings)
+    chunks = build_chunks(mapping, provider)
+    add_value_head(chunks[-1], provider, config, head)
+    skeleton = build_skeleton(config, head, trainable=trainable)
+    padding = getattr(skeleton.backbone.get_input_embeddings(), "padding_idx", None)
+    if padding is not None and chunks[0].pre_process:
+        spare_padding_token(chunks[0], padding)
+    chunks = [_finished(chunk, provider, settings) for chunk in chunks]
+    for chunk in chunks:
+        chunk.requires_grad_(trainable)
+    if trainable:
+        chunks = wrap(chunks, provider, ddp_config)
+    packs = decide_packing(config, uses_transformer_engine=settings.uses_transformer_engine)
+    model = MegatronScorer(chunks, skeleton, mapping, slicing=make_slicing(settings), packs=packs)
+    return model.train(trainable)
+
+
+def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: Head) -> None:
+    """Put a value head on the last stage's piece: zeros, or what the model's folder holds.
+
+    Args:
+        piece: This stage's last.
+        provider: Of the model.
+        config: Which model.
+        head: ``value`` takes the place of the output layer.
+    """
+    if head == "policy" or not piece.post_process:
+        return
+    value_head = nn.Linear(provider.hidden_size, 1, bias=False, dtype=provider.params_dtype)
+    nn.init.zeros_(value_head.weight)
+    read_value_head(value_head, Path(config.path))
+    setattr(piece, "output_layer" if head == "value" else VALUE_HEAD, value_head)
+
+
+def spare_padding_token(piece: Any, token: int) -> None:
+    """Give the padding token's embedding no gradient as an input, as torch's embedding layers do.
+
+    Args:
+        piece: The first stage's first.
+        token: ``padding_idx`` of the embedding in transformers.
+    """
+    from megatron.core import parallel_state
+
+    def stop(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        is_padding = inputs[0] == token
+        if piece.config.sequence_parallel:  # a part of the columns, which come first
+            parts = is_padding.t().chunk(parallel_state.get_tensor_model_parallel_world_size())
+            is_padding = parts[parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where(is_padding[..., None], output.detach(), output)
+
+    piece.embedding.word_embeddings.register_forward_hook(stop)
+
+
+def wrap(chunks: list[nn.Module], provider: Any, ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
+    """Megatron's data parallelism around each piece; the schedule calls what sums gradients over ranks.
+
+    Args:
+        chunks: Pieces of one model.
+        provider: Its config, which the schedule reads.
+        ddp_config: From `make_ddp_config`.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrapped: list[Any] = [
+        DistributedDataParallel(provider, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    provider.finalize_model_grads_func = finalize_gradients
+    if ddp_config.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in wrapped]
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def finalize_gradients(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
+    """Megatron's sum of gradients over all ranks, without its division by tokens: our losses are normalised."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(model, None, **options)
+
+
+def make_slicing(settings: ModelSettings) -> Slicing:
+    """What this rank holds of each sequence."""
+    from megatron.core import parallel_state
+
+    context = settings.sizes.context
+    shared = settings.sizes.tensor if settings.sequence_parallel else 1
+    return Slicing(
+        multiple=shared * (2 * context if context > 1 else 1),
+        context_size=context,
+        context_rank=int(parallel_state.get_context_parallel_rank()),
+    )
+
+
+def decide_packing(config: ModelConfig, *, uses_transformer_engine: bool) -> bool:
+    """Whether sequences lie in one row, which only TransformerEngine's attention can tell apart.
+
+    Raises:
+        MisconfigurationException: If ``packing: always`` is asked of Megatron's own attention.
+    """
+    if config.packing == "always" and not uses_transformer_engine:
+        raise MisconfigurationException(
+            "`packing: always` needs TransformerEngine under `megatron`. Install it, or set `packing: auto`."
+        )
+    return uses_transformer_engine and config.packing != "never"
+
+
+def refuse_mbridge(config: ModelConfig) -> None:
+    """Say why mbridge maps nothing here.
+
+    Raises:
+        MisconfigurationException: Always.
+    """
+    raise MisconfigurationException(
+        f"`megatron.bridge: mbridge` can't map `path: {config.path}`: its last release (0.15.1) reads"
+        " `config.rope_theta`, which transformers 5 has removed, and knows TransformerEngine's fused layer names only."
+        " Use `megatron_bridge`."
+    )
+
+
+def _finished(chunk: nn.Module, provider: Any, settings: ModelSettings) -> nn.Module:
+    """On its device, in its type, and with the marks by which Megatron tells shared from spread weights."""
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+    from megatron.core.transformer.module import Float16Module
+
+    for parameter in chunk.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    chunk = chunk.to(settings.device)
+    finished: nn.Module = Float16Module(provider, chunk) if settings.is_bf16 else chunk
+    return finished

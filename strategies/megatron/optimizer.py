@@ -1,0 +1,122 @@
+"""Megatron's optimizer as a torch optimizer, with clipping and skipping decided before the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from verl_lightning.models.config import OptimConfig
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
+
+
+class MegatronOptimizer(torch.optim.Optimizer):
+    """What Lightning and learning-rate schedules see; Megatron's optimizer is underneath and shares its groups.
+
+    Args:
+        inner: Megatron's.
+        chunks: The wrapped pieces of the model, which hold the gradients.
+    """
+
+    def __init__(self, inner: ChainedOptimizer, chunks: list[nn.Module]) -> None:
+        self.inner = inner
+        self.chunks = chunks
+        self._skips = False
+        parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+        super().__init__(parameters or [torch.zeros(())], {"lr": 0.0})
+        self.param_groups = inner.param_groups
+
+    def prepare(self, max_norm: float, scale: float) -> Tensor:
+        """Scale and clip the gradients, or have the next step skipped if one is not finite or all are 0. Collective.
+
+        Args:
+            max_norm: Largest global norm after scaling; 0 does not clip.
+            scale: What gradients are multiplied by.
+
+        Returns:
+            The norm after scaling and before clipping, over all ranks.
+        """
+        self.inner.prepare_grads()
+        device = torch.device(torch.cuda.current_device())
+        norm = torch.as_tensor(self.inner.get_grad_norm(), dtype=torch.float32, device=device).squeeze() * scale
+        self._skips = not 0 < float(norm) < math.inf
+        factor = scale * min(1.0, max_norm / (float(norm) + 1e-6)) if max_norm else scale
+        if factor != 1.0 and not self._skips:
+            for parameter in self.inner.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return norm
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = None if closure is None else closure()  # Lightning's hooks run in it, and call `prepare`
+        if not self._skips:
+            self.inner.step_with_ready_grads()
+        self._skips = False
+        return result
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        # Both: the plain optimizer leaves `grad` aliased to the buffer, and the next backward would add to it twice.
+        self.inner.zero_grad(set_to_none)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+
+    def allocate_state(self) -> None:
+        """Make Adam's state where no step has made it, as what a checkpoint is read into."""
+        for part in self.inner.chained_optimizers:
+            if part.optimizer is None:
+                continue
+            part.init_state_fn(part.optimizer, part.config)
+            for slots in part.optimizer.state.values():
+                slots.setdefault("step", torch.tensor(0.0))
+
+    def load(self, state: Any) -> None:
+        """Take a state that a checkpoint held for `inner`."""
+        self.inner.load_state_dict(state)
+        for part in self.inner.chained_optimizers:
+            slots_of_all = part.optimizer.state.values() if part.optimizer is not None else ()
+            for slots in slots_of_all:  # torch's Adam counts in place, and Megatron hands all slots one tensor
+                if isinstance(slots.get("step"), Tensor):
+                    slots["step"] = slots["step"].clone()
+        self.param_groups[:] = self.inner.param_groups
+
+
+def make_megatron_optimizer(
+    chunks: list[nn.Module], config: OptimConfig, *, use_distributed_optimizer: bool, is_bf16: bool
+) -> MegatronOptimizer:
+    """AdamW over the trainable weights of a model, with the same decay for all of them. Collective.
+
+    Args:
+        chunks: The model's pieces, wrapped in Megatron's DDP.
+        config: The user's.
+        use_distributed_optimizer: As in the pieces' own config.
+        is_bf16: Keep the optimizer's weights in float32 beside bfloat16 ones.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    ddp_config: Any = chunks[0].ddp_config
+    assert ddp_config.use_distributed_optimizer == use_distributed_optimizer
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr * config.min_lr_ratio,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_grad=0.0,  # `MegatronOptimizer.prepare` clips
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_param_gather=ddp_config.overlap_param_gather,
+    )
+    # No overrides: Megatron's own would leave norms and biases out of the decay.
+    inner = get_megatron_optimizer(settings, chunks, config_overrides={})
+    return MegatronOptimizer(inner, chunks)

@@ -1,0 +1,225 @@
+"""Builds Megatron's models from Hugging Face folders, through Megatron-Bridge."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import Head
+from verl_lightning.strategies.megatron.config import ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.runtime import has_transformer_engine
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+OWN_FIELDS = {
+    "tensor_model_parallel_size": "megatron.tensor_parallel_size",
+    "pipeline_model_parallel_size": "megatron.pipeline_parallel_size",
+    "virtual_pipeline_model_parallel_size": "megatron.virtual_pipeline_parallel_size",
+    "context_parallel_size": "megatron.context_parallel_size",
+    "expert_model_parallel_size": "megatron.expert_parallel_size",
+    "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
+    "sequence_parallel": "megatron.sequence_parallel",
+    "recompute_granularity": "megatron.transformer.recompute",
+    "recompute_num_layers": "megatron.transformer.recompute_num_layers",
+    "attention_backend": "megatron.transformer.attention_backend",
+    "params_dtype": "trainer.precision",
+    "bf16": "trainer.precision",
+    "fp16": "trainer.precision",
+}
+"""Fields of Megatron's config that have an option elsewhere, and its name."""
+
+FIXED_FIELDS = {"calculate_per_token_loss": "gradients are summed, since losses are normalised already"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What a strategy asks of every model that it builds."""
+
+    sizes: ParallelSizes
+    """Of Megatron's groups."""
+
+    sequence_parallel: bool
+    """Whether tensor-parallel ranks share what lies between their layers."""
+
+    transformer: TransformerOptions
+    """The user's."""
+
+    is_bf16: bool
+    """Compute in bfloat16, with weights of the optimizer's in float32."""
+
+    device: torch.device
+    """This rank's."""
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether layers are TransformerEngine's.
+
+        Raises:
+            MisconfigurationException: If it is asked for but missing, or needed but left out.
+        """
+        wanted, has = self.transformer.use_transformer_engine, has_transformer_engine()
+        if wanted and not has:
+            raise MisconfigurationException(
+                "`megatron.transformer.use_transformer_engine: true`, but `transformer_engine` is not installed."
+            )
+        uses = has if wanted is None else wanted
+        if not uses and (self.sizes.context > 1 or self.sequence_parallel):
+            option = "context_parallel_size" if self.sizes.context > 1 else "sequence_parallel"
+            raise MisconfigurationException(
+                f"`megatron.{option}` needs TransformerEngine's layers, which are not used. Install"
+                " `transformer-engine`, or leave the option out."
+            )
+        return uses
+
+
+def make_bridge(path: str) -> AutoBridge:
+    """Megatron-Bridge's map for a model; reads no weights yet.
+
+    Raises:
+        ValueError: If there is no model at the path, or the bridge has no map for it.
+    """
+    from megatron.bridge import AutoBridge
+
+    try:
+        return AutoBridge.from_hf_pretrained(path)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"`path: {path}`: Megatron-Bridge can't map this model ({reason}). Use `fsdp`, which trains any model of"
+            " transformers."
+        ) from error
+
+
+def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings: ModelSettings) -> GPTModelProvider:
+    """The model's shape from its Hugging Face config, with our layout and the user's options.
+
+    Args:
+        bridge: Of the model.
+        config: Which model, and how it is trained.
+        head: What it scores.
+        settings: The strategy's.
+
+    Raises:
+        ValueError: If an override is unknown or belongs to an option of its own.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    provider = bridge.to_megatron_provider(load_weights=False)
+    uses_te = settings.uses_transformer_engine
+    fields = {
+        **_layout(settings),
+        **_numbers(settings),
+        **_recompute(config, settings.transformer),
+        **({} if uses_te else _without_transformer_engine()),
+        "perform_initialization": False,
+    }
+    if head == "value":
+        fields["share_embeddings_and_output_weights"] = False
+    for name, value in (fields | _checked_overrides(provider, settings.transformer)).items():
+        setattr(provider, name, value)
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return provider
+
+
+def build_chunks(bridge: AutoBridge, provider: GPTModelProvider, *, load: bool = True) -> list[nn.Module]:
+    """This rank's pieces of the model, with the folder's weights. Collective.
+
+    Args:
+        bridge: Of the model.
+        provider: From `make_provider`.
+        load: Whether to read the folder's weights.
+    """
+    from megatron.core import parallel_state
+
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    count = provider.virtual_pipeline_model_parallel_size or 1
+    chunks: list[nn.Module] = []
+    for index in range(count):
+        pre, post = first and index == 0, last and index == count - 1
+        stage = index if count > 1 else None
+        chunks.append(provider.provide(pre_process=pre, post_process=post, vp_stage=stage))
+    if load:
+        with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
+            bridge.load_hf_weights(chunks)
+    return chunks
+
+
+def _layout(settings: ModelSettings) -> dict[str, Any]:
+    sizes = settings.sizes
+    return {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
+        "context_parallel_size": sizes.context,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "sequence_parallel": settings.sequence_parallel,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the only one for lengths that vary
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+    }
+
+
+def _numbers(settings: ModelSettings) -> dict[str, Any]:
+    dtype = torch.bfloat16 if settings.is_bf16 else torch.float32
+    return {
+        "bf16": settings.is_bf16,
+        "fp16": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "attention_softmax_in_fp32": True,
+        "use_cpu_initialization": settings.device.type == "cpu",
+        # Gradients are summed over micro-batches and ranks, as our losses are normalised already.
+        "calculate_per_token_loss": True,
+        # transformers adds no auxiliary loss while it trains, unless it is asked to.
+        "moe_aux_loss_coeff": 0.0,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _recompute(config: ModelConfig, options: TransformerOptions) -> dict[str, Any]:
+    kind = "full" if config.gradient_checkpointing else options.recompute
+    if kind == "none":
+        return {"recompute_granularity": None}
+    if kind == "selective":
+        return {"recompute_granularity": "selective"}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": options.recompute_num_layers,
+    }
+
+
+def _without_transformer_engine() -> dict[str, Any]:
+    """Megatron's own layers, and none of the fusions that need kernels of TransformerEngine or Apex."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    fusions = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
+    others = ("persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "cross_entropy_loss_fusion")
+    return dict.fromkeys((*fusions, *others), False) | {"transformer_layer_spec": local_layer_spec}
+
+
+def _checked_overrides(provider: GPTModelProvider, options: TransformerOptions) -> dict[str, Any]:
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name in options.overrides:
+        if name in OWN_FIELDS:
+            raise ValueError(f"`megatron.transformer.overrides` sets `{name}`; set `{OWN_FIELDS[name]}` instead.")
+        if name in FIXED_FIELDS:
+            raise ValueError(f"`megatron.transformer.overrides` can't set `{name}`: {FIXED_FIELDS[name]}.")
+        if not hasattr(provider, name):
+            raise ValueError(f"`megatron.transformer.overrides`: `{type(provider).__name__}` has no `{name}`.")
+    return {"attention_backend": AttnBackend[options.attention_backend], **options.overrides}

@@ -1,0 +1,124 @@
+"""Imports Megatron, with or without TransformerEngine, and starts its process groups."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from verl_lightning.strategies.megatron.config import ParallelSizes
+
+VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def import_megatron() -> None:
+    """Make `megatron.core` and `megatron.bridge` importable.
+
+    Raises:
+        MisconfigurationException: If one is missing or of another version.
+    """
+    if "megatron.bridge" in sys.modules:
+        return
+    for package, prefix in VERSIONS.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "none"
+        if not version.startswith(prefix):
+            raise MisconfigurationException(
+                f"`trainer.strategy: megatron` needs `{package}` {prefix}x on Python 3.12, found {version}."
+                " Install what `requirements/megatron-cpu.txt` lists, or choose `fsdp`."
+            )
+    has_te = has_transformer_engine()
+    with warnings.catch_warnings(), _quiet_logs():
+        warnings.simplefilter("ignore")
+        if has_te:
+            pass
+        else:
+            _import_bridge_without_transformer_engine()
+    rank_zero_info(f"Megatron-Core computes {'with' if has_te else 'without'} TransformerEngine.")
+
+
+def _import_bridge_without_transformer_engine() -> None:
+    """megatron-bridge 0.6 names TransformerEngine's classes while it is imported, though it can do without them.
+
+    `test_the_bridge_is_imported_without_transformer_engine` fails when that moves.
+    """
+    # First Megatron-Core, so that it knows that there is none.
+    import megatron.core.extensions.transformer_engine
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+
+    name = "transformer_engine"
+    package, inner = types.ModuleType(name), types.ModuleType(f"{name}.pytorch")
+    package.__dict__.update(__version__="0.0.0", __path__=[], pytorch=inner)
+    inner.__dict__["ops"] = types.SimpleNamespace(Sequential=object)
+    for module in (package, inner):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+    try:
+        import megatron.bridge
+    finally:
+        del sys.modules[package.__name__], sys.modules[inner.__name__]
+    import megatron.bridge.peft.utils
+
+    megatron.bridge.peft.utils.HAVE_TE = False
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Megatron-Bridge tells at length what it could not import."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def start_model_parallel(sizes: ParallelSizes, *, seed: int, timeout: timedelta) -> None:
+    """Make Megatron's process groups and seed its generators. Collective.
+
+    Args:
+        sizes: Of the groups.
+        seed: Of dropout; each rank of a model derives its own.
+        timeout: Longest wait in a collective operation.
+
+    Raises:
+        MisconfigurationException: If there is no CUDA device.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise MisconfigurationException(
+            f"`trainer.strategy: megatron` needs CUDA devices ({error}). Use `fsdp` or `ddp` on a CPU."
+        ) from error
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+    model_parallel_cuda_manual_seed(seed)

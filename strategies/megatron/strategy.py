@@ -1,0 +1,336 @@
+"""The strategy itself: Lightning's hooks and our contract, on Megatron's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from verl_lightning.metrics import Metric, MetricTable
+from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.scorer import Head, TokenScorer
+from verl_lightning.seeding import run_seed
+from verl_lightning.strategies.base import BatchT, LossFn, PostTrainingStrategy
+from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.model import build_model
+from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
+from verl_lightning.strategies.megatron.provider import ModelSettings
+from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel
+from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
+from verl_lightning.strategies.megatron.scorer import MegatronScorer
+from verl_lightning.strategies.megatron.weights import exported_weights
+from verl_lightning.types import Scores, TokenBatch
+
+LOSS = "megatron/loss"
+"""Name under which a micro-batch's loss travels between stages."""
+
+
+class MegatronPrecision(Precision):
+    """Leaves casting to Megatron: weights and activations in bfloat16, the optimizer's weights in float32."""
+
+    precision = "bf16-mixed"
+
+
+class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
+    """Megatron-Core: layers, stages, sequences and experts spread over processes, and data parallelism over the rest.
+
+    ``trainer.precision: bf16-mixed``, or a model's ``dtype: bfloat16``, computes in bfloat16 beside float32 weights of
+    the optimizer's.
+
+    Args:
+        tensor_parallel_size: Processes that share each layer.
+        pipeline_parallel_size: Stages of the stack of layers.
+        virtual_pipeline_parallel_size: Pieces of the stack on each stage.
+        context_parallel_size: Processes that share each sequence; needs TransformerEngine.
+        expert_parallel_size: Processes that share a mixture's experts.
+        expert_tensor_parallel_size: Processes that share each expert.
+        sequence_parallel: Whether tensor-parallel processes share what lies between their layers too.
+        use_distributed_optimizer: True reduce-scatters gradients and shards the optimizer's state over data-parallel
+            processes; False all-reduces gradients, and each process holds all of that state.
+        ddp: How gradients and weights travel between data-parallel processes.
+        transformer: How layers are computed.
+        bridge: What maps weights between Hugging Face and Megatron.
+        micro_batch_size: Sequences in a forward pass under automatic optimization (SFT); null takes the whole batch.
+        timeout: Longest wait for the other processes in a collective operation, in seconds.
+        process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
+
+    Raises:
+        ValueError: If a size does not fit.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        virtual_pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        expert_tensor_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        use_distributed_optimizer: bool = True,
+        ddp: DataParallelConfig = DataParallelConfig(),
+        transformer: TransformerOptions = TransformerOptions(),
+        bridge: Literal["megatron_bridge", "mbridge"] = "megatron_bridge",
+        micro_batch_size: int | None = None,
+        timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend)
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"`megatron.micro_batch_size` must be at least 1, got {micro_batch_size}.")
+        if sequence_parallel and tensor_parallel_size == 1:
+            raise ValueError("`megatron.sequence_parallel` needs `megatron.tensor_parallel_size` above 1.")
+        self.sizes = ParallelSizes(
+            tensor=tensor_parallel_size,
+            pipeline=pipeline_parallel_size,
+            virtual_pipeline=virtual_pipeline_parallel_size,
+            context=context_parallel_size,
+            expert=expert_parallel_size,
+            expert_tensor=expert_tensor_parallel_size,
+        )
+        self.timeout = timeout
+        self.sequence_parallel = sequence_parallel
+        self.use_distributed_optimizer = use_distributed_optimizer
+        self.ddp_options = ddp
+        self.transformer = transformer
+        self.bridge = bridge
+        self.micro_batch_size = micro_batch_size
+        self._trained: list[MegatronScorer] = []
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed"):
+            raise MisconfigurationException(
+                f"`megatron` knows `trainer.precision` 32-true and bf16-mixed, got {plugin.precision}."
+            )
+        is_mixed = plugin is not None and plugin.precision == "bf16-mixed"
+        self._precision_plugin = MegatronPrecision() if is_mixed else plugin
+
+    @override
+    def setup_environment(self) -> None:
+        import_megatron()
+        self.sizes.check_world(self.num_nodes * self.num_processes)
+        super().setup_environment()
+        start_model_parallel(self.sizes, seed=run_seed(), timeout=timedelta(seconds=self.timeout))
+
+    @override
+    def configure_ddp(self) -> None:
+        """Does nothing: each model is wrapped in Megatron's own when it is made."""
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
+            raise MisconfigurationException(
+                "`trainer.gradient_clip_algorithm: value` has no effect under `megatron`. Clip by `norm`."
+            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # Lightning's would copy the first rank's part of the model to all others.
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+        settings = ModelSettings(
+            sizes=self.sizes,
+            sequence_parallel=self.sequence_parallel,
+            transformer=self.transformer,
+            is_bf16=self._is_bf16(config),
+            device=self.root_device,
+        )
+        model = build_model(
+            config,
+            head,
+            trainable=trainable,
+            settings=settings,
+            ddp_options=self.ddp_options,
+            use_distributed_optimizer=self.use_distributed_optimizer,
+            bridge=self.bridge,
+        )
+        if trainable:
+            self._trained.append(model)
+        return model
+
+    @override
+    def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+        chunks = list(cast(MegatronScorer, model).chunks)
+        return make_megatron_optimizer(
+            chunks,
+            config,
+            use_distributed_optimizer=self.use_distributed_optimizer,
+            is_bf16=cast(Any, chunks[0]).config.bf16,
+        )
+
+    @override
+    def forward(
+        self, model: nn.Module, micro_batches: Sequence[TokenBatch], *, with_entropy: bool = False
+    ) -> list[Scores]:
+        scorer, was_training = cast(MegatronScorer, model), model.training
+        names = scorer.score_names(with_entropy=with_entropy)
+        model.eval()
+        try:
+            with torch.no_grad():
+                parts = run_schedule(
+                    scorer,
+                    self._even(micro_batches),
+                    lambda scores, _: (torch.zeros((), device=self.root_device), _stack(scores, names)),
+                    with_entropy=with_entropy,
+                    forward_only=True,
+                )
+        finally:
+            model.train(was_training)
+        return scores_on_all_stages(parts[: len(micro_batches)], micro_batches, names, self.root_device)
+
+    @override
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[BatchT],
+        loss_fn: LossFn[BatchT],
+        *,
+        with_entropy: bool = False,
+    ) -> list[Mapping[str, Metric]]:
+        results = run_schedule(
+            cast(MegatronScorer, model),
+            self._even(micro_batches),
+            loss_fn,
+            with_entropy=with_entropy,
+            forward_only=False,
+        )
+        return metrics_on_all_stages(results[: len(micro_batches)])
+
+    @override
+    def train_loss(
+        self, model: nn.Module, batch: BatchT, loss_fn: LossFn[BatchT], *, with_entropy: bool = False
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
+        """Runs the backward pass too, as a schedule must: that of the returned loss does nothing."""
+        size = self.micro_batch_size or len(batch)
+        micro_batches = [batch.select(slice(start, start + size)) for start in range(0, len(batch), size)]
+
+        def finish(scores: Scores, part: BatchT) -> tuple[Tensor, Mapping[str, Metric]]:
+            loss, metrics = loss_fn(scores, part)
+            return loss, {**metrics, LOSS: Metric("sum", loss.detach().clone())}
+
+        table = MetricTable()
+        for metrics in self.forward_backward(model, micro_batches, finish, with_entropy=with_entropy):
+            table.add(metrics)
+        merged = dict(table.merged)
+        loss = torch.as_tensor(merged.pop(LOSS).total, device=self.root_device)
+        return loss.detach().clone().requires_grad_(), merged
+
+    @override
+    def prepare_step(self, optimizer: torch.optim.Optimizer, max_norm: float, *, scale: Tensor | float = 1.0) -> Tensor:
+        return cast(MegatronOptimizer, optimizer).prepare(max_norm, float(scale))
+
+    @override
+    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
+        return exported_weights(cast(MegatronScorer, model), merges_adapters=True)
+
+    @override
+    @contextmanager
+    def no_gradient_sync(self, model: nn.Module) -> Iterator[None]:
+        scorer = cast(MegatronScorer, model)
+        config: Any = cast(Any, scorer.chunks[0]).config
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        no_sync, config.no_sync_func = config.no_sync_func, None
+        try:
+            with ExitStack() as stack:
+                for chunk in scorer.chunks:
+                    stack.enter_context(cast(Any, chunk).no_sync())
+                yield
+        finally:
+            config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """What Lightning enters for each batch but the last of an accumulation."""
+        with ExitStack() as stack:
+            for model in self._trained:
+                stack.enter_context(self.no_gradient_sync(model))
+            yield
+
+    @property
+    @override
+    def data_parallel_size(self) -> int:
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    @override
+    def data_parallel_rank(self) -> int:
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_rank())
+
+    @override
+    def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed, group=self._data_parallel_group)
+        return summed
+
+    @override
+    def gather_over_data_parallel(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(values, value, group=self._data_parallel_group)
+        return values
+
+    @override
+    def teardown(self) -> None:
+        from megatron.core import parallel_state
+
+        self._trained.clear()
+        super().teardown()
+        parallel_state.destroy_model_parallel()
+
+    @property
+    def _data_parallel_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
+
+    def _is_bf16(self, config: ModelConfig) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed" or config.dtype == "bfloat16"
+
+    def _even(self, micro_batches: Sequence[BatchT]) -> Sequence[BatchT]:
+        """With blank micro-batches at the end, where all ranks must have as many or a schedule wants a multiple."""
+        count = len(micro_batches)
+        if self.sizes.expert > 1:  # ranks with other data hold experts that ours need
+            largest = torch.tensor(count, device=self.root_device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel_group)
+            count = int(largest)
+        if self.sizes.virtual_pipeline > 1:
+            count = -(-count // self.sizes.pipeline) * self.sizes.pipeline
+        blank = micro_batches[0].select(slice(0, 1))
+        blank = replace(blank, response_mask=torch.zeros_like(blank.response_mask), row_lengths=None)
+        return [*micro_batches, *[blank] * (count - len(micro_batches))]
+
+
+def _stack(scores: Scores, names: tuple[str, ...]) -> Tensor:
+    return torch.stack([getattr(scores, name) for name in names])

@@ -1,0 +1,147 @@
+"""Puts a batch into the shapes that Megatron's models read: left-aligned rows, or sequences in a row (THD)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from verl_lightning.models.packing import PackedTokens, pack
+from verl_lightning.types import TokenBatch
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """Which part of each sequence a rank holds, and what sequences are padded to."""
+
+    multiple: int = 1
+    """Every padded length is a multiple of it."""
+
+    context_size: int = 1
+    """Ranks that share each sequence."""
+
+    context_rank: int = 0
+    """Which of them this one is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTokens:
+    """This rank's tokens of a batch, and where its scored tokens lie."""
+
+    input_ids: Int[Tensor, "rows columns"]
+    """Tokens; 0 on padding, which nothing real can see."""
+
+    position_ids: Int[Tensor, "rows columns"]
+    """From 0 in each sequence."""
+
+    packed: PackedSeqParams | None
+    """Where sequences begin, if they lie in one row."""
+
+    source: tuple[Int[Tensor, " scored"], Int[Tensor, " scored"]]
+    """Row and column whose hidden state predicts each scored token of this rank."""
+
+    labels: Int[Tensor, " scored"]
+    """The scored tokens."""
+
+    target: tuple[Int[Tensor, " scored"], Int[Tensor, " scored"]]
+    """Their rows and response columns in the batch."""
+
+    shape: tuple[int, int]
+    """Rows and response columns of the batch."""
+
+
+def model_tokens(batch: TokenBatch, *, slicing: Slicing, packs: bool) -> ModelTokens:
+    """The batch in a model's shapes; tokens with ``response_mask`` are scored.
+
+    Real tokens stand first in each row: a causal mask then hides all padding, and rotary positions count from 0.
+
+    Args:
+        batch: With any padding.
+        slicing: This rank's part.
+        packs: Put sequences in one row.
+    """
+    flat = pack(batch)
+    lengths = [max(1, row.tokens) for row in batch.known_lengths()]
+    padded = [-(-length // slicing.multiple) * slicing.multiple for length in lengths]
+    if not packs:
+        padded = [max(padded)] * len(padded)
+    device = batch.input_ids.device
+    starts = torch.tensor([0, *padded], device=device).cumsum(0)
+    row_of = torch.repeat_interleave(torch.tensor([r.tokens for r in batch.known_lengths()], device=device))
+    place = starts[row_of] + flat.position_ids[0]  # of each real token, in padded sequences laid end to end
+    total = sum(padded)
+    ids = torch.zeros(total, dtype=flat.input_ids.dtype, device=device).index_copy(0, place, flat.input_ids[0])
+    positions = torch.cat([torch.arange(length, device=device) for length in padded])
+    columns = total if packs else padded[0]
+    return _slice(flat, ids, positions, place[flat.predictors], padded, columns, slicing, packs)
+
+
+def _slice(
+    flat: PackedTokens,
+    ids: Tensor,
+    positions: Tensor,
+    predictors: Tensor,
+    padded: list[int],
+    columns: int,
+    slicing: Slicing,
+    packs: bool,
+) -> ModelTokens:
+    """Keep what this rank holds of each sequence."""
+    labels, target = flat.labels[0], flat.target
+    if slicing.context_size > 1:
+        kept = context_slice(padded, slicing).to(ids.device)
+        place = torch.full((len(ids),), -1, device=ids.device)
+        place[kept] = torch.arange(len(kept), device=ids.device)
+        ids, positions, predictors = ids[kept], positions[kept], place[predictors]
+        is_here = predictors >= 0
+        labels, predictors = labels[is_here], predictors[is_here]
+        target = target[0][is_here], target[1][is_here]
+        columns //= slicing.context_size
+    return ModelTokens(
+        input_ids=ids.view(-1, columns),
+        position_ids=positions.view(-1, columns),
+        packed=_boundaries(padded, ids.device) if packs else None,
+        source=(predictors // columns, predictors % columns),
+        labels=labels,
+        target=target,
+        shape=flat.shape,
+    )
+
+
+def context_slice(lengths: list[int], slicing: Slicing) -> Int[Tensor, " kept"]:
+    """Flat positions that a context-parallel rank holds: of each sequence's ``2 n`` pieces, one early and one late.
+
+    A causal mask makes late pieces dear; rank ``i`` of ``n`` gets the pieces ``i`` and ``2 n - 1 - i``.
+
+    Args:
+        lengths: Of sequences laid end to end, each a multiple of ``2 n``.
+        slicing: This rank's part.
+    """
+    parts, start = [], 0
+    for length in lengths:
+        piece = length // (2 * slicing.context_size)
+        for index in (slicing.context_rank, 2 * slicing.context_size - 1 - slicing.context_rank):
+            parts.append(torch.arange(piece) + start + index * piece)
+        start += length
+    return torch.cat(parts)
+
+
+def _boundaries(lengths: list[int], device: torch.device) -> PackedSeqParams:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
