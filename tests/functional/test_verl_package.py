@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from verl_lightning.functional import advantages as ours
+from verl_lightning.functional import correction
 from verl_lightning.functional import kl as our_kl
 from verl_lightning.functional import policy_losses as our_losses
 from verl_lightning.functional.masking import whiten
 from verl_lightning.functional.normalizer import token_weights
 from verl_lightning.functional.value_loss import clipped_value_loss
+from verl_lightning.modules.corrections import Rejection
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 SEEDS = range(5)
@@ -254,3 +256,62 @@ def test_value_loss(verl, seed):
     theirs, _ = verl.compute_value_loss(values, returns, old, batch.mask.float(), 0.5)
 
     assert_close(loss, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def verl_correction():
+    """verl's rollout corrections."""
+    return pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("band", [(0.0, 1.2), (0.8, 1.2)])
+def test_importance_weights(verl_correction, band, level, seed):
+    batch, (low, high) = Batch(seed), band
+    log_ratio = correction.mismatch_log_ratio(batch.log_probs, batch.old_log_probs, batch.mask)
+
+    threshold = f"{low}_{high}" if low else high
+    theirs, metrics = verl_correction.compute_rollout_correction_weights(
+        batch.log_probs - batch.old_log_probs, batch.mask.float(), level, threshold
+    )
+
+    raw = getattr(correction, f"{level}_importance_weights")(log_ratio, batch.mask)
+    mine = correction.icepop_weights(raw, low=low, high=high) if low else correction.truncated_weights(raw, cap=high)
+    assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    if level == "token":
+        size = correction.effective_sample_size(mine, batch.mask)
+        assert_close(size.item(), metrics["rollout_is_eff_sample_size"], atol=1e-5, rtol=1e-5)
+
+
+LEVELS = {"token": "token", "sequence-sum": "seq_sum", "sequence-mean": "seq_mean", "sequence-max": "seq_max"}
+BANDS = {"k1": (-0.1, 0.2), "k2": (0.0, 0.05), "k3": (0.0, 0.05)}
+REJECTIONS = [(level, name) for level in LEVELS for name in BANDS if (level, name) != ("sequence-max", "k1")]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("level", "statistic"), REJECTIONS)
+def test_rejection(verl_correction, level, statistic, seed):
+    """verl's k1 is the log-ratio of engine over trainer and its bounds are ratios."""
+    batch, (low, high) = Batch(seed), BANDS[statistic]
+    log_ratio = correction.mismatch_log_ratio(batch.log_probs, batch.old_log_probs, batch.mask)
+    threshold = f"{np.exp(-high)}_{np.exp(-low)}" if statistic == "k1" else str(high)
+
+    theirs, _ = verl_correction.compute_rollout_rejection_mask(
+        log_ratio, batch.mask.float(), f"{LEVELS[level]}_{statistic}", threshold
+    )
+
+    mine = Rejection(statistic, level, low=low, high=high)(log_ratio, batch.mask).response_mask
+    assert_close(mine.float(), theirs)
+    assert 0 < mine.sum() < batch.mask.sum()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_adaptive_kl(verl, seed):
+    kl = 0.05 + 0.05 * seed
+    theirs = verl.AdaptiveKLController(0.2, 0.1, 100)
+    theirs.update(kl, 10)
+
+    mine = our_kl.adaptive_kl_coef(0.2, kl, target=0.1, num_samples=10, horizon=100)
+
+    assert mine == pytest.approx(theirs.value, rel=1e-6)
