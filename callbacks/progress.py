@@ -17,6 +17,8 @@ PHASE_NAMES = {
     "adv": "advantages",
     "update_critic": "critic update",
     "update_actor": "actor update",
+    "forward_backward": "forward and backward",
+    "save_checkpoint": "checkpoint",
 }
 
 

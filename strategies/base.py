@@ -26,6 +26,7 @@ from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.weights import merged_weights
+from verl_lightning.ranges import named_range
 from verl_lightning.types import Scores, TokenBatch
 
 BatchT = TypeVar("BatchT", bound=TokenBatch)
@@ -71,7 +72,7 @@ class PostTrainingStrategy:
         model.eval()
         try:
             with torch.no_grad(), self.precision_plugin.forward_context():
-                return [model(batch, with_entropy=with_entropy) for batch in micro_batches]
+                return [self._score(model, batch, with_entropy) for batch in micro_batches]
         finally:
             model.train(was_training)
 
@@ -97,7 +98,7 @@ class PostTrainingStrategy:
         metrics = []
         for index, batch in enumerate(micro_batches):
             is_last = index + 1 == len(micro_batches)
-            with nullcontext() if is_last else self.no_gradient_sync(model):
+            with named_range("micro_batch"), nullcontext() if is_last else self.no_gradient_sync(model):
                 loss, parts = self.train_loss(model, batch, loss_fn, with_entropy=with_entropy)
                 cast(Strategy, self).backward(loss, None)
             metrics.append(parts)
@@ -194,6 +195,10 @@ class PostTrainingStrategy:
     def gather_over_data_parallel(self, value: Any) -> list[Any]:
         """Every data-parallel rank's value, by rank; small picklable objects only. Collective."""
         return [value]
+
+    def _score(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
+        with named_range("micro_batch"):
+            return cast(Scores, model(batch, with_entropy=with_entropy))
 
     def _call(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
         """The training forward pass."""

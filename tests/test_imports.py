@@ -12,23 +12,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
-FACTS = {"types", "metrics", "seeding"}  # files that any room above `functional` may use
-CLI = {"cli", "cli_errors", "cli_parser", "lightning_cli", "loggers", "export"}
+FACTS = {"types", "metrics", "ranges", "seeding"}  # files that any room above `functional` may use
+CLI = {"launch", "cli", "cli_errors", "cli_parser", "lightning_cli", "loggers", "export"}
 BASE = {"functional"} | FACTS
 ALLOWED = {
     "functional": set(),
     "types": set(),
     "metrics": set(),
+    "ranges": set(),
     "seeding": set(),
     "data": BASE,
     "models": BASE,
-    "rewards": BASE,
-    "rollout": BASE | {"models"},
+    "ray": BASE,
+    "rewards": BASE | {"ray"},
+    "rollout": BASE | {"models", "ray"},
     "strategies": BASE | {"models"},
     "modules": BASE | {"models", "rewards", "rollout", "strategies"},
     "callbacks": BASE | {"models", "rewards", "rollout", "strategies", "modules"},
     **{
-        name: BASE | {"data", "models", "rewards", "rollout", "strategies", "modules", "callbacks"} | CLI
+        name: BASE | {"data", "models", "rewards", "rollout", "strategies", "modules", "callbacks", "ray"} | CLI
         for name in CLI
     },
 }

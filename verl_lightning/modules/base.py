@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
@@ -25,8 +23,11 @@ from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, wit
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.modules.batch_phases import BatchPhases
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
+from verl_lightning.modules.phases import CheckpointClock, PhaseClock, PhaseEndListener, PhaseListener, users_profiler
 from verl_lightning.modules.schedules import make_schedule
+from verl_lightning.modules.speed import Work, mfu_notice, training_work
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
@@ -35,20 +36,29 @@ SHAPES_KEY = "weight_shapes"
 BASES_KEY = "base_fingerprints"
 
 
-@runtime_checkable
-class PhaseListener(Protocol):
-    """A callback that wants to know which phase of an iteration begins."""
-
-    def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
-        """Called as each phase begins."""
-
-
 class _TeardownOnException(Callback):
     """Has the module free what it holds when a run fails: Lightning calls ``teardown`` after good runs only."""
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         pl_module.teardown("")
+
+
+class _TimesCheckpoints(Callback):
+    """Makes writing a checkpoint a phase while a run lasts."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, PostTrainingModule)
+        trainer.profiler = CheckpointClock(pl_module, users_profiler(trainer))  # type: ignore[attr-defined]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rank_zero_info(mfu_notice(pl_module.device))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.profiler = users_profiler(trainer)  # type: ignore[attr-defined]
 
 
 class PostTrainingModule(LightningModule):
@@ -61,8 +71,7 @@ class PostTrainingModule(LightningModule):
     def __init__(self, policy_config: ModelConfig) -> None:
         super().__init__()
         self.policy_config = policy_config
-        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        self._timing_start: float | None = None  # when the first phase since the last `take_timings` began
+        self.clock = PhaseClock()
         # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
         # not here: the update is over when `training_step` returns.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -99,28 +108,26 @@ class PostTrainingModule(LightningModule):
         """The strategy's operations."""
         return as_contract(self.trainer.strategy)
 
+    @cached_property
+    def work(self) -> list[Work]:
+        """What each phase computes for a token, from which its use of the devices follows: one model in training."""
+        return [training_work("actor", "step", self.policy)]
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks a phase of an iteration: for profilers, for the progress bar, and for ``timing_s/<name>``."""
+        """Marks a phase of an iteration: for profilers, for the progress bar, and for ``timing_s/<name>``.
+
+        Must not lie within another phase: the times of all phases add up.
+        """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, PhaseListener):
                 callback.on_phase_start(self, name)
-        start = time.perf_counter()
-        if self._timing_start is None:
-            self._timing_start = start
         label = f"[{type(self).__name__}]{name}"
-        with self.trainer.profiler.profile(label), torch.profiler.record_function(name):  # type: ignore[attr-defined]
+        with self.trainer.profiler.profile(label), self.clock.measure(name) as span:  # type: ignore[attr-defined]
             yield
-        self.phase_seconds[name] += time.perf_counter() - start
-
-    def take_timings(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, and of all that time together, as ``timing_s/...``."""
-        end = time.perf_counter()
-        timings = {f"timing_s/{name}": seconds for name, seconds in self.phase_seconds.items()}
-        timings["timing_s/step"] = end - (self._timing_start or end)
-        self.phase_seconds.clear()
-        self._timing_start = None
-        return timings
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PhaseEndListener):
+                callback.on_phase_end(self, span)
 
     def print_table(self, table: Table) -> None:
         """Show a table to people, on one rank, above the progress bar."""
@@ -134,11 +141,13 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
-        return [_TeardownOnException(), FinishInterruptedStep()]
+        phases = [BatchPhases()] if self.automatic_optimization else []
+        return [*phases, _TimesCheckpoints(), _TeardownOnException(), FinishInterruptedStep()]
 
     @override
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
+        self.clock.use(strategy.root_device)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # the default, not a choice of the user's
             strategy.checkpoint_io = AtomicCheckpointIO()
 

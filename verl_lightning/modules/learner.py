@@ -18,6 +18,7 @@ from verl_lightning.modules.micro_batches import BatchSplitter, SplitBatch
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
 from verl_lightning.modules.policy_losses import PolicyLoss
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.ranges import named_range
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience
 
@@ -157,7 +158,7 @@ class Learner:
     ) -> None:
         """One optimizer step of one role on its mini-batch."""
         role, update = self.roles[name], self.plan.update
-        with self.phase(f"update_{name}"):
+        with self.phase(f"update_{name}"), named_range("mini_batch"):
             with_entropy = name == "actor" and update.entropy_coef != 0
             for metrics in self.contract.forward_backward(
                 role.model, micro_batches, objective, with_entropy=with_entropy

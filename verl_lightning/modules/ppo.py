@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
-from verl_lightning.metrics import MetricTable
+from verl_lightning.metrics import MetricTable, total
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.modules.advantages import AdvantageEstimator
@@ -21,6 +22,7 @@ from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
+from verl_lightning.modules.phases import span_metrics
 from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
 from verl_lightning.modules.ppo_checks import (
     check_length,
@@ -40,7 +42,7 @@ from verl_lightning.modules.ppo_config import (
 )
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_rollouts
-from verl_lightning.modules.speed import speed_metrics
+from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.rewards.pool import RewardConfig
 
 
@@ -108,6 +110,22 @@ class PPOModule(SamplingModule):
     def needs_greedy_rollout(self) -> bool:
         """Whether the advantages compare with a greedy response to each prompt."""
         return self.advantage.needs_greedy
+
+    @cached_property
+    @override
+    def work(self) -> list[Work]:
+        """Of the actor, the reference and the critic."""
+        reference = self._reference[0] if self._reference else self.policy
+        work = [
+            training_work("actor", "update_actor", self.policy).times(self.update.epochs),
+            scoring_work("actor_infer", "old_log_prob", self.policy),
+        ]
+        if self.kl is not None:
+            work.append(scoring_work("ref", "ref", reference))
+        if self.critic is not None and self.critic_config is not None:
+            work.append(scoring_work("critic_infer", "values", self.critic))
+            work.append(training_work("critic", "update_critic", self.critic).times(self.critic_config.epochs))
+        return work
 
     @override
     def check_callback(self, callback: Callback) -> None:
@@ -177,6 +195,8 @@ class PPOModule(SamplingModule):
         if scored is None:
             return {"loss": torch.tensor(0.0)}
         scored = self._shaped(scored)
+        lengths = scored.rollout.attention_mask.sum(-1).double()
+        table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
         experience, metrics = self._experience_maker().make(scored.rollout, scored.verdict, greedy, self.kl_coef)
         table.add(metrics)
         self._learner().learn(experience, table)
@@ -293,12 +313,23 @@ class PPOModule(SamplingModule):
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
         """Log what happened, then steer the KL weight and the learning rates."""
         assert self.plan is not None
-        metrics = table.reduce(self.contract.gather_over_data_parallel) | self.take_timings()
+        with self.phase("metrics"):
+            metrics = table.reduce(self.contract.gather_over_data_parallel)
+        spent = MetricTable()
+        spent.add(span_metrics(self.clock.take()))
+        metrics |= spent.reduce(self.contract.gather_over_data_parallel)
         metrics |= {"actor/kl_coef": self.kl_coef, "training/epoch": float(self.trainer.current_epoch)}
         metrics["training/global_step"] = float(self.trainer.global_step)
         for role, optimizer in zip(("actor", "critic"), self.trainer.optimizers, strict=False):
             metrics[f"{role}/lr"] = optimizer.param_groups[0]["lr"]
-        metrics |= speed_metrics(metrics, ranks=self.contract.data_parallel_size, device=self.device)
+        metrics = speed_metrics(
+            metrics,
+            ranks=self.contract.data_parallel_size,
+            devices=self.trainer.world_size,
+            device=self.device,
+            work=self.work,
+            peak_memory=self.clock.peak_memory(),
+        )
         if self.kl is not None and self.kl.target is not None and "actor/ref_kl" in metrics:
             self.kl_coef = adaptive_kl_coef(
                 self.kl_coef,

@@ -1,0 +1,240 @@
+"""Where an iteration's time and memory go: its phases, measured without making the host wait for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import Profiler
+from typing_extensions import override
+
+from verl_lightning.metrics import Metric
+from verl_lightning.ranges import named_range
+
+if TYPE_CHECKING:
+    from verl_lightning.modules.base import PostTrainingModule
+
+
+@runtime_checkable
+class PhaseListener(Protocol):
+    """A callback that wants to know which phase of an iteration begins."""
+
+    def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
+        """Called as each phase begins."""
+
+
+@runtime_checkable
+class PhaseEndListener(Protocol):
+    """A callback that wants to know what a phase took."""
+
+    def on_phase_end(self, module: PostTrainingModule, span: Span) -> None:
+        """Called as each phase ends; the span tells its seconds once the device has come that far."""
+
+
+class Moment:
+    """A point in time: of the host and, on a GPU, of when the device has done all that was asked of it before.
+
+    Args:
+        origin: An earlier moment, from which the device's clock counts; None makes this one an origin.
+        on_gpu: Whether the device has a clock.
+    """
+
+    def __init__(self, origin: Moment | None, *, on_gpu: bool) -> None:
+        self.host = time.perf_counter()
+        self._origin = origin
+        self._event: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    @cached_property
+    def seconds(self) -> float:
+        """On the clock of ``time.perf_counter``. Waits until the device has come to it."""
+        if self._event is None or self._origin is None or self._origin._event is None:
+            return self.host
+        self._event.synchronize()
+        return self._origin.seconds + float(self._origin._event.elapsed_time(self._event)) / 1000
+
+
+class Span:
+    """One time that a phase ran.
+
+    Args:
+        name: The phase's.
+        depth: 0, or the number of phases around it.
+        start: When it began.
+    """
+
+    def __init__(self, name: str, depth: int, start: Moment) -> None:
+        self.name = name
+        self.depth = depth
+        self.start = start
+        self.end = start
+        self.peak_memory = 0
+        """Most bytes that torch held on this rank's GPU meanwhile; 0 on the CPU."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took. Waits for the device."""
+        return self.end.seconds - self.start.seconds
+
+
+class PhaseClock:
+    """Times phases and finds each one's peak of memory.
+
+    On a GPU, a phase begins when the device has done what was asked before it and ends when its own work is done, so
+    that no phase pays for another one's kernels. The peaks of `torch.cuda` are reset at the borders of phases:
+    ask `peak_memory` for the run's.
+    """
+
+    def __init__(self) -> None:
+        self._on_gpu = False
+        self._origin: Moment | None = None
+        self._start: Moment | None = None  # of the first phase since the last `take`
+        self._open: list[Span] = []
+        self._spans: list[Span] = []
+        self._peak = 0
+
+    def use(self, device: torch.device) -> None:
+        """Say whose clock and memory count."""
+        self._on_gpu = device.type == "cuda"
+        self._origin = Moment(None, on_gpu=self._on_gpu)
+
+    def now(self) -> Moment:
+        """This moment."""
+        return Moment(self._origin, on_gpu=self._on_gpu)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[Span]:
+        """Times what is done within."""
+        self._turn_peak()
+        span = Span(name, len(self._open), self.now())
+        self._start = self._start or span.start
+        self._open.append(span)
+        try:
+            with named_range(name):
+                yield span
+        finally:
+            self._turn_peak()
+            span.end = self.now()
+            self._open.remove(span)
+            self._spans.append(span)
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, behind one called ``step`` from the first of them to now.
+
+        Waits for the device.
+        """
+        spans, self._spans = self._spans, []
+        if self._start is None:
+            return []
+        step = Span("step", -1, self._start)
+        step.end = self.now()
+        step.peak_memory = max((span.peak_memory for span in spans), default=0)
+        self._start = None
+        step.end.seconds  # noqa: B018  the device has come to the end of all spans
+        self._origin = Moment(None, on_gpu=self._on_gpu)  # a device's clock loses precision over hours
+        return [step, *spans]
+
+    def forget(self) -> None:
+        """Drop the spans since the last `take`, which nobody asks for."""
+        self._spans, self._start = [], None
+
+    def peak_memory(self) -> int:
+        """Most bytes that torch held on this rank's GPU since the run began; 0 on the CPU."""
+        self._turn_peak()
+        return self._peak
+
+    def _turn_peak(self) -> None:
+        """Give the peak since the last border to all open phases."""
+        if not self._on_gpu:
+            return
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._peak = max(self._peak, peak)
+        for span in self._open:
+            span.peak_memory = max(span.peak_memory, peak)
+
+
+def span_metrics(spans: list[Span], *, steps: int = 1) -> dict[str, Metric]:
+    """What the spans of one rank say, for a `MetricTable`: over ranks, the slowest and the fullest one count.
+
+    Args:
+        spans: From `PhaseClock.take`.
+        steps: Iterations that they span; times are means over them.
+
+    Returns:
+        ``timing_s/<phase>`` in seconds and, where memory is known, ``perf/max_memory_allocated_gb/<phase>`` in units
+        of 2**30 bytes.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    peaks: defaultdict[str, int] = defaultdict(int)
+    for span in spans:
+        seconds[span.name] += span.seconds
+        peaks[span.name] = max(peaks[span.name], span.peak_memory)
+    metrics = {f"timing_s/{name}": Metric("max", total / steps) for name, total in seconds.items()}
+    for name, peak in peaks.items():
+        if peak and name != "step":
+            metrics[f"perf/max_memory_allocated_gb/{name}"] = Metric("max", peak / 2**30)
+    return metrics
+
+
+class CheckpointClock(Profiler):
+    """Times what only the Trainer knows the borders of, as phases of the module; all else is left to another profiler.
+
+    Lightning has no hook at the end of writing a checkpoint, but tells its profiler.
+
+    Args:
+        module: Whose phase it is.
+        profiler: The user's, which goes on as if this one were not there.
+    """
+
+    def __init__(self, module: PostTrainingModule, profiler: Profiler) -> None:
+        super().__init__(profiler.dirpath, profiler.filename)
+        self.module = module
+        self.profiler = profiler
+
+    @contextmanager
+    @override
+    def profile(self, action_name: str) -> Iterator[str]:
+        if action_name != "save_checkpoint" or not self.module.trainer.training:
+            with self.profiler.profile(action_name):
+                yield action_name
+            return
+        with self.profiler.profile(action_name), self.module.phase(action_name):
+            yield action_name
+
+    @override
+    def start(self, action_name: str) -> None:
+        self.profiler.start(action_name)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        self.profiler.stop(action_name)
+
+    @override
+    def summary(self) -> str:
+        return self.profiler.summary()
+
+    @override
+    def describe(self) -> None:
+        self.profiler.describe()
+
+    @override
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.profiler.setup(stage, local_rank, log_dir)
+
+    @override
+    def teardown(self, stage: str | None) -> None:
+        self.profiler.teardown(stage)
+
+
+def users_profiler(trainer: Trainer) -> Profiler:
+    """The profiler that the user gave to the Trainer."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    return profiler.profiler if isinstance(profiler, CheckpointClock) else profiler
