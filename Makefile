@@ -1,6 +1,6 @@
 # make run            install and train the quick start on this machine, about five minutes
 # make test           install and run the fast core of the tests, slow ones included
-# make test-backends  install vLLM for CPUs and run the tests that need it, on Python 3.11
+# make test-backends  install vLLM and Megatron for CPUs and run the tests that need them, on Python 3.11 and 3.12
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -41,4 +41,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-backends build dist *.egg-info
+	rm -rf $(VENV) .venv-backends .venv-megatron build dist *.egg-info
