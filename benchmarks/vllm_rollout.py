@@ -1,0 +1,292 @@
+"""GRPO steps with vLLM on the training GPU: where the time goes, and how fast the engine is beside bare vLLM.
+
+    python benchmarks/vllm_rollout.py --out results.json          # one H100: 64 prompts x 8 samples, 200 + 512 tokens
+    python benchmarks/vllm_rollout.py --tiny --accelerator cpu    # every line of it, with a small model
+
+The model has random weights in the shape of Qwen2-0.5B (or of a 7B with ``--shape 7b``), its tokenizer is made here,
+and nothing is downloaded. Sizes are those of `gpu_trl_bench.py`, which measures TRL's GRPOTrainer: compare on one card.
+
+* ``step``: median seconds of an iteration inside `Trainer.fit`, and of its phases (``timing_s/*``);
+* ``engine``: response tokens per second of our engine's `generate`, and of vLLM's own `LLM.generate` with the same
+  prompts, with and without a seed for each response;
+* ``sync``: seconds to bring all weights into the engine, to wake it and to put it to sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import string
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+from typing_extensions import override
+
+from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.data import PromptDataModule
+from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.modules import PPOModule
+from verl_lightning.modules.advantages import GRPO
+from verl_lightning.modules.ppo_config import UpdateConfig
+from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.strategies import STRATEGIES
+
+SHAPES = {
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
+}  # fmt: skip
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def even_length(sample: Any) -> float:
+    """A reward that varies: whether the response has an even number of characters."""
+    return float(len(sample.response) % 2 == 0)
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A random model and a tokenizer of bytes, unless they are there."""
+    if (folder / "config.json").exists():
+        return
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
+    tokenizer = Qwen2Tokenizer(
+        vocabulary, [], pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token=None, padding_side="left"
+    )
+    tokenizer.chat_template = TEMPLATE
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_prompts(file: Path, count: int, length: int) -> None:
+    """Prompts of random letters, a token each, in verl's schema."""
+    letters = random.Random(0)
+    with file.open("w") as lines:
+        for _ in range(count):
+            text = "".join(letters.choices(string.ascii_letters, k=length))
+            row = {"data_source": "bench", "prompt": [{"role": "user", "content": text}]}
+            lines.write(json.dumps(row | {"reward_model": {"ground_truth": ""}}) + "\n")
+
+
+class Meter(Callback):
+    """Keeps the metrics of each step, then measures the engine alone.
+
+    Args:
+        rollout: Whose engine.
+        repeats: Measurements of each kind; the median counts.
+    """
+
+    def __init__(self, rollout: VLLMRollout, repeats: int) -> None:
+        self.rollout = rollout
+        self.repeats = repeats
+        self.steps: list[dict[str, float]] = []
+        self.ends: list[float] = []
+        self.engine: dict[str, float] = {}
+        self.sync: dict[str, float] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        synchronize()
+        self.ends.append(time.perf_counter())
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.batch = batch
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._measure_sync(pl_module)
+        self._measure_engine(self.batch)
+
+    def _measure_sync(self, module: Any) -> None:
+        """Weights into an engine that sleeps, with and without waking it; then back to sleep."""
+        engine = self.rollout._vllm
+
+        def load() -> None:
+            engine.load_weights(module.contract.named_weights(module.policy))
+
+        wake_and_load, plain, sleep = [], [], []
+        for _ in range(self.repeats):
+            engine.sleep()
+            wake_and_load.append(seconds(load))
+            plain.append(seconds(load))
+            sleep.append(seconds(engine.sleep))
+            load()
+        self.sync = {
+            "wake_and_load_s": statistics.median(wake_and_load),
+            "load_s": statistics.median(plain),
+            "sleep_s": statistics.median(sleep),
+        }
+
+    def _measure_engine(self, batch: dict[str, Any]) -> None:
+        """Our `generate` and vLLM's own on the same prompts, in turns."""
+        from vllm import SamplingParams
+
+        engine, sampling = self.rollout._vllm, self.rollout.sampling
+        ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+        seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(ids))]
+        prompts = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
+        tokens = [{"prompt_token_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]
+        requests = [request for request in tokens for _ in range(sampling.num_samples)]
+        options = {"max_tokens": sampling.max_new_tokens, "temperature": 1.0, "logprobs": 0, "detokenize": False,
+                   "ignore_eos": True, "stop_token_ids": engine.eos_token_ids}  # fmt: skip
+
+        def ours() -> int:
+            return int(engine.generate(prompts, sampling).response_mask.sum())
+
+        def bare(seeded: bool) -> int:
+            flat = [seed for row in seeds for seed in row]
+            params = [SamplingParams(seed=seed if seeded else None, **options) for seed in flat]
+            outputs = engine._llm.generate(requests, params, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        speeds: dict[str, list[float]] = {"ours": [], "bare_seeded": [], "bare": []}
+        for _ in range(self.repeats):
+            for name, run in {"ours": ours, "bare_seeded": lambda: bare(True), "bare": lambda: bare(False)}.items():
+                engine.drop_caches()
+                speeds[name].append(rate(run))
+        self.engine = {f"{name}_tokens_per_s": round(statistics.median(values), 1) for name, values in speeds.items()}
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """How long some work takes, the device's part included."""
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def rate(work: Callable[[], int]) -> float:
+    """What some work yields per second."""
+    start = time.perf_counter()
+    count = work()
+    return count / (time.perf_counter() - start)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One fit."""
+    shape = "tiny" if arguments.tiny else arguments.shape
+    folder = arguments.folder / shape
+    write_model(folder, shape)
+    prompts = arguments.folder / f"prompts-{shape}.jsonl"
+    write_prompts(prompts, arguments.prompts * (arguments.steps + 1), arguments.prompt_length)
+    sampling = SamplingConfig(num_samples=arguments.samples, max_new_tokens=arguments.response_length)
+    rollout = VLLMRollout(
+        sampling=sampling,
+        val_sampling=sampling,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        enforce_eager=arguments.tiny,
+    )
+    meter = Meter(rollout, arguments.repeats)
+    own = STRATEGIES.get(arguments.strategy)
+    options = {"compile": arguments.compile, "reshard_after_forward": False} if arguments.strategy == "fsdp" else {}
+    trainer = Trainer(
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        strategy="auto" if own is None else own(**options),
+        precision=arguments.precision,
+        max_steps=arguments.steps,
+        callbacks=[rollout, meter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = PPOModule(
+        ModelConfig(
+            path=str(folder), optim=OptimConfig(lr=1e-6), gradient_checkpointing=arguments.gradient_checkpointing
+        ),
+        RewardConfig(function=f"{Path(__file__).resolve()}:even_length"),
+        GRPO(),
+        update=UpdateConfig(mini_batch_size=arguments.prompts, micro_batch_size=arguments.micro_batch_size),
+    )
+    data = PromptDataModule(
+        str(prompts),
+        prompts_per_step=arguments.prompts,
+        val_batch_size=arguments.prompts,
+        max_prompt_length=arguments.prompt_length,
+    )
+    trainer.fit(module, datamodule=data)
+    return report(meter, arguments)
+
+
+def report(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, in seconds and tokens per second; the first steps, which compile, do not count."""
+    counted = meter.steps[arguments.warmup :]
+    ends = meter.ends[arguments.warmup - 1 :]
+    step = statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
+    names = sorted(name for name in counted[-1] if name.startswith("timing_s/"))
+    phases = {name.removeprefix("timing_s/"): statistics.median(row[name] for row in counted) for name in names}
+    tokens = counted[-1]["response_length/mean"] * arguments.prompts * arguments.samples
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "torch": torch.__version__,
+        "shape": "tiny" if arguments.tiny else arguments.shape,
+        "step_s": round(step, 3),
+        "response_tokens_per_s": round(tokens / step, 1),
+        "phases_s": {name: round(value, 3) for name, value in phases.items()},
+        "log_prob_gap": counted[-1]["rollout_corr/abs_log_prob_gap"],
+        "canary_gap": counted[-1]["rollout/canary_gap"],
+        "engine": meter.engine,
+        "sync": {name: round(value, 4) for name, value in meter.sync.items()},
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/vllm-bench"), help="for the model and the prompts")
+    parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
+    parser.add_argument("--tiny", action="store_true", help="a small model, eager")
+    parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--accelerator", default="gpu")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks, under `fsdp`")
+    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--prompts", type=int, default=64, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="for each prompt")
+    parser.add_argument("--prompt-length", type=int, default=200, help="tokens")
+    parser.add_argument("--response-length", type=int, default=512, help="tokens")
+    parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.35)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps that do not count; at least 1")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement of the engine")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(measure(arguments), indent=1)
+    print(text)  # noqa: T201
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
