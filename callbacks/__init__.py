@@ -1,6 +1,7 @@
 """Callbacks: what can be swapped or left out of a run."""
 
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
+from verl_lightning.callbacks.profiler import ProfilerCallback, StepRange
 from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
@@ -11,8 +12,10 @@ __all__ = [
     "HFCheckpoint",
     "HFRollout",
     "PhaseProgressBar",
+    "ProfilerCallback",
     "ResumeWandb",
     "RolloutCallback",
     "SamplesTable",
+    "StepRange",
     "VLLMRollout",
 ]

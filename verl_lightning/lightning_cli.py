@@ -24,14 +24,14 @@ from typing_extensions import override
 
 import verl_lightning.data
 import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
-from verl_lightning.callbacks import ResumeWandb, RolloutCallback
+from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser
 from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger
 from verl_lightning.strategies import STRATEGIES
 
-CALLBACK_SLOTS: dict[str, type[Callback]] = {"rollout": RolloutCallback}
+CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollout": RolloutCallback}
 """Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
 
 TRAINER_DEFAULTS: dict[str, Any] = {

@@ -6,7 +6,8 @@ them. `run_conformance.py` runs all under one strategy, with Lightning's own lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Bench:
         strategy = STRATEGIES[self.strategy](**self.options) if self.strategy in STRATEGIES else self.strategy
         settings = {"strategy": strategy, "devices": self.devices} | options
         trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
-        per_rank = 8 // self.devices // trainer.accumulate_grad_batches
+        per_rank = 8 // self.replicas // trainer.accumulate_grad_batches
         data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
         trainer.fit(module, datamodule=data)
         series = {
@@ -79,6 +80,12 @@ class Bench:
             for kind, names in {"losses": LOSSES, "norms": NORMS, "counts": COUNTS}.items()
         }
         return series | {"weight_change": weights.change(), "responses": responses.by_step}
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see different data."""
+        kinds = ("tensor", "pipeline", "context")
+        return self.devices // math.prod(self.options.get(f"{kind}_parallel_size", 1) for kind in kinds)
 
     def chats(self, per_rank: int) -> Any:
         """Chats of unequal lengths."""
@@ -306,8 +313,8 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
 }
 
 
-def run_scenarios(bench: Bench) -> Iterator[tuple[str, Results]]:
-    """All of them, each from the same seed."""
-    for name, scenario in SCENARIOS.items():
+def run_scenarios(bench: Bench, names: Sequence[str] | None = None) -> Iterator[tuple[str, Results]]:
+    """All of them or those of these names, each from the same seed."""
+    for name in names or SCENARIOS:
         seed_everything(0, verbose=False)
-        yield name, scenario(bench)
+        yield name, SCENARIOS[name](bench)

@@ -25,14 +25,19 @@ def main() -> None:
     parser.add_argument("--strategy", required=True, help="ours by name, or auto")
     parser.add_argument("--options", type=json.loads, default={}, help="of the strategy, as JSON")
     parser.add_argument("--devices", type=int, required=True, help="processes")
+    parser.add_argument("--scenarios", type=lambda names: names.split(","), help="names, between commas; default all")
     parser.add_argument("--folder", type=Path, required=True, help="model and data, by `conformance.write_inputs`")
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.strategy == "megatron":
+        from tests.strategies.megatron.cpu import pretend_cuda
+
+        pretend_cuda()
     bench = Bench(
         strategy=arguments.strategy, devices=arguments.devices, folder=arguments.folder, options=arguments.options
     )
-    results = dict(run_scenarios(bench))
+    results = dict(run_scenarios(bench, arguments.scenarios))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         torch.save(results, arguments.out)
 

@@ -23,9 +23,16 @@ from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, wit
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
-from verl_lightning.modules.batch_phases import BatchPhases
+from verl_lightning.modules.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
-from verl_lightning.modules.phases import CheckpointClock, PhaseClock, PhaseEndListener, PhaseListener, users_profiler
+from verl_lightning.modules.phases import (
+    SAVE_CHECKPOINT,
+    CheckpointClock,
+    PhaseClock,
+    PhaseEndListener,
+    PhaseListener,
+    users_profiler,
+)
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.speed import Work, mfu_notice, training_work
 from verl_lightning.seeding import reseed, run_seed
@@ -107,6 +114,11 @@ class PostTrainingModule(LightningModule):
     def contract(self) -> PostTrainingStrategy:
         """The strategy's operations."""
         return as_contract(self.trainer.strategy)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of the phases of an iteration, in their order."""
+        return (FORWARD_BACKWARD, OPTIMIZER, SAVE_CHECKPOINT)
 
     @cached_property
     def work(self) -> list[Work]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from verl_lightning.modules.base import PostTrainingModule
 
 
+SAVE_CHECKPOINT = "save_checkpoint"
+"""The phase, and Lightning's name of it."""
+
+
 @runtime_checkable
 class PhaseListener(Protocol):
     """A callback that wants to know which phase of an iteration begins."""
@@ -198,11 +202,21 @@ class CheckpointClock(Profiler):
         super().__init__(profiler.dirpath, profiler.filename)
         self.module = module
         self.profiler = profiler
+        self.actions: list[tuple[str, float, float]] | None = None
+        """Name, start and end of what Lightning did, on the clock of ``time.perf_counter``; None when nobody asks."""
 
     @contextmanager
     @override
     def profile(self, action_name: str) -> Iterator[str]:
-        if action_name != "save_checkpoint" or not self.module.trainer.training:
+        start = time.perf_counter()
+        with self._profile(action_name):
+            yield action_name
+        if self.actions is not None:
+            self.actions.append((action_name, start, time.perf_counter()))
+
+    @contextmanager
+    def _profile(self, action_name: str) -> Iterator[str]:
+        if action_name != SAVE_CHECKPOINT or not self.module.trainer.training:
             with self.profiler.profile(action_name):
                 yield action_name
             return

@@ -22,7 +22,7 @@ from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
-from verl_lightning.modules.phases import span_metrics
+from verl_lightning.modules.phases import SAVE_CHECKPOINT, span_metrics
 from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
 from verl_lightning.modules.ppo_checks import (
     check_length,
@@ -44,6 +44,21 @@ from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_rollouts
 from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.rewards.pool import RewardConfig
+
+PHASES = (
+    "update_weights",
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "metrics",
+    SAVE_CHECKPOINT,
+)
+"""Of an iteration with all its parts, in their order."""
 
 
 class PPOModule(SamplingModule):
@@ -110,6 +125,17 @@ class PPOModule(SamplingModule):
     def needs_greedy_rollout(self) -> bool:
         """Whether the advantages compare with a greedy response to each prompt."""
         return self.advantage.needs_greedy
+
+    @property
+    @override
+    def phases(self) -> tuple[str, ...]:
+        used = {
+            "old_log_prob": self.update.old_log_probs == "trainer",
+            "ref": self.kl is not None,
+            "values": self.critic_config is not None,
+            "update_critic": self.critic_config is not None and self.critic_config.model is not None,
+        }
+        return tuple(name for name in PHASES if used.get(name, True))
 
     @cached_property
     @override

@@ -1,0 +1,38 @@
+"""Callbacks for test runs, named on the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class KillOnce(Callback):
+    """Kills one rank's process in the middle of a step, the first time that the run comes there.
+
+    Args:
+        step: Finished steps.
+        rank: Whose process.
+    """
+
+    def __init__(self, step: int, rank: int = 1) -> None:
+        self.step = step
+        self.rank = rank
+
+    def on_phase_start(self, module: Any, phase: str) -> None:
+        if phase != "update_actor" or module.trainer.global_step != self.step or module.trainer.global_rank != self.rank:
+            return
+        marker = Path("killed")
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StepMarker(Callback):
+    """Writes a file when a step is over, so that a test knows how far the run is."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        Path(f"step {trainer.global_step}").touch()

@@ -1,0 +1,79 @@
+"""The callback through which a worker's run speaks with the driver."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from verl_lightning.launch.board import RunFolder
+from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.modules.base import PostTrainingModule
+
+
+class StoppedOnRequest(Exception):
+    """The run has saved and ends, as the driver asked."""
+
+
+class Reporter(Callback):
+    """Tells the driver each phase, and the run's folder; saves and ends the run when the driver asks for it.
+
+    Args:
+        board: The run's `Board`.
+    """
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folders = [callback.dirpath for callback in last_checkpoint_callbacks(trainer)]
+        logger = trainer.logger
+        version = logger.version if isinstance(logger, ResumableCSVLogger) else None
+        if trainer.is_global_zero:
+            paths = tuple(str(Path(folder).absolute()) for folder in folders if folder is not None)
+            self._board.keep_folder.remote(RunFolder(log_version=version, checkpoint_folders=paths))
+
+    def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
+        """Called as each phase begins."""
+        self._board.enter.remote(module.trainer.global_rank, module.trainer.global_step, phase)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        import ray
+
+        asked = ray.get(self._board.stop_reason.remote()) if trainer.is_global_zero else None
+        reason = trainer.strategy.broadcast(asked)
+        if reason is None:
+            return
+        paths = [last_path(callback) for callback in last_checkpoint_callbacks(trainer)]
+        for path in paths:
+            trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            where = f"saved in `{paths[0]}`" if paths else "nothing saved, for no `ModelCheckpoint` has `save_last`"
+            ray.get(self._board.keep_saved.remote(f"stopped after step {trainer.global_step}, {where}"))
+        raise StoppedOnRequest(reason)
+
+
+def last_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
+    """The callbacks that keep a `last` checkpoint."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in callbacks if callback.save_last]
+
+
+def last_path(callback: ModelCheckpoint) -> str:
+    """Where a callback keeps its `last` checkpoint."""
+    assert callback.dirpath is not None
+    return os.path.join(callback.dirpath, callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)
+
+
+def newest_checkpoint(folder: RunFolder) -> Path | None:
+    """The newest committed `last` checkpoint of a run."""
+    found = [path for name in folder.checkpoint_folders for path in Path(name).glob("last*")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,141 @@
+"""What runs in each worker of Ray Train: the usual command, told of its rank as torchrun tells it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from verl_lightning.cli import is_meant_for_user
+from verl_lightning.launch.board import Place, RunFolder
+from verl_lightning.launch.reporter import Reporter, StoppedOnRequest, newest_checkpoint
+from verl_lightning.lightning_cli import CLI
+from verl_lightning.loggers import ResumableCSVLogger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every worker is to do."""
+
+    words: list[str]
+    """The command line of `verl-fit`."""
+
+    folder: str
+    """The driver's working directory, which all nodes share."""
+
+    sys_path: list[str]
+    """The driver's, so that classes which a YAML file names are found."""
+
+    board: Any
+    """The run's `Board`."""
+
+    restart_of: RunFolder | None = None
+    """What an earlier attempt left; None for the first one, or if it left nothing."""
+
+
+class WorkerCLI(CLI):
+    """`verl-fit` in one of Ray's workers.
+
+    Args:
+        task: What all workers do.
+        num_nodes: Nodes with workers.
+        devices: Workers on each of them.
+    """
+
+    def __init__(self, task: Task, *, num_nodes: int, devices: int) -> None:
+        self._task = task
+        self._world = {"num_nodes": num_nodes, "devices": devices}
+        super().__init__(restart_words(task))
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        logger = self._get(self.config_init, "trainer").logger
+        restart_of = self._task.restart_of
+        if restart_of is not None and isinstance(logger, ResumableCSVLogger):
+            logger.continue_run(restart_of.log_version)
+        trainer = super().instantiate_trainer(**kwargs, **self._world)
+        trainer.callbacks.insert(0, Reporter(self._task.board))  # type: ignore[attr-defined]
+        return trainer
+
+
+def train(task: Task) -> None:
+    """Runs `verl-fit` in a worker of Ray Train.
+
+    Args:
+        task: What to do; the same for all workers.
+
+    Raises:
+        MisconfigurationException: If the placement does not suit Lightning, or a node lacks the folder.
+    """
+    import ray
+
+    context = ray.train.get_context()
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    place = Place(rank=context.get_world_rank(), node=address, pid=os.getpid())
+    ray.get(task.board.begin.remote(place))
+    try:
+        num_nodes, devices = describe_world(address)
+        enter_folder(task)
+        WorkerCLI(task, num_nodes=num_nodes, devices=devices)
+    except StoppedOnRequest:
+        return
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) or is_meant_for_user(error):
+            ray.get(task.board.refuse.remote(str(error)))
+        raise
+
+
+def describe_world(address: str) -> tuple[int, int]:
+    """Describes Ray's workers to Lightning in torchrun's words.
+
+    Args:
+        address: Of this worker's node.
+
+    Returns:
+        The number of nodes, and of workers on each.
+
+    Raises:
+        MisconfigurationException: If nodes have different numbers of workers. Collective.
+    """
+    import ray
+    import torch.distributed as dist
+
+    context = ray.train.get_context()
+    world_size, here = context.get_world_size(), context.get_local_world_size()
+    counts: list[Any] = [None] * world_size
+    dist.all_gather_object(counts, (address, here))
+    if len({count for _, count in counts}) > 1:
+        placed = ", ".join(f"{count} on {node}" for node, count in sorted(set(counts)))
+        raise MisconfigurationException(
+            f"Ray placed {placed} of the `--num-workers {world_size}`, but Lightning needs the same number on every"
+            " node. Ask for a multiple of what one node holds, or set `--cpus-per-worker` so that nodes fill evenly."
+        )
+    ranks = {"RANK": context.get_world_rank(), "LOCAL_RANK": context.get_local_rank(), "WORLD_SIZE": world_size}
+    ranks |= {"LOCAL_WORLD_SIZE": here, "GROUP_RANK": context.get_node_rank()}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, TORCHELASTIC_RUN_ID="ray")
+    return world_size // here, here
+
+
+def enter_folder(task: Task) -> None:
+    """Makes relative paths and the user's own modules mean the same as for the driver."""
+    if not Path(task.folder).is_dir():
+        raise MisconfigurationException(
+            f"The folder `{task.folder}`, in which `verl-fit ray` was started, is not on this node."
+            " Start it in a folder that all nodes share, such as one on NFS."
+        )
+    os.chdir(task.folder)
+    sys.path.extend(path for path in task.sys_path if path not in sys.path)
+
+
+def restart_words(task: Task) -> list[str]:
+    """The command line that goes on from the last checkpoint of an earlier attempt, if there is one."""
+    checkpoint = None if task.restart_of is None else newest_checkpoint(task.restart_of)
+    if task.restart_of is None or checkpoint is None:
+        return task.words
+    return [*task.words, "--ckpt_path", str(checkpoint) if task.restart_of.log_version is None else "last"]

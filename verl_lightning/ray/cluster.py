@@ -1,0 +1,140 @@
+"""A Ray cluster as a run sees it: how to join it, and whether it can hold what is asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_BUSY_SECONDS = 5.0  # what a dead group held is free again after about one
+
+
+class PlacementError(RuntimeError):
+    """The cluster can't hold what was asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Equal bundles of resources, each of which must fit into one node."""
+
+    option: str
+    """What the user set to ask for them, such as ``--num-workers``."""
+
+    count: int
+    """Number of bundles."""
+
+    cpus: float
+    """CPUs of each, as Ray counts them."""
+
+    gpus: float = 0.0
+    """GPUs of each."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """One bundle under Ray's names."""
+        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount > 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine of the cluster."""
+
+    address: str
+    """Its address, as Ray shows it."""
+
+    resources: Mapping[str, float]
+    """All that it has, in use or not, under Ray's names."""
+
+    def room(self, demand: Demand) -> int:
+        """How many of the bundles it can hold."""
+        return min(
+            (math.floor(self.resources.get(name, 0.0) / amount + 1e-6) for name, amount in demand.bundle.items()),
+            default=demand.count,
+        )
+
+
+def connect(address: str | None = None) -> None:
+    """Joins a cluster, unless this process has joined one.
+
+    Args:
+        address: Of the head node; None takes the cluster that runs on this machine, or else starts one.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=address)
+
+
+def nodes() -> list[Node]:
+    """The living nodes of the cluster."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return [Node(address=node["NodeManagerAddress"], resources=node["Resources"]) for node in alive]
+
+
+def require(demand: Demand, *, wait: float = 0.0) -> None:
+    """Makes sure that the cluster can hold a demand now, so that nothing ever waits in a queue without end.
+
+    Args:
+        demand: The bundles.
+        wait: Seconds to wait for nodes that are still to come, and for others to free what they hold.
+
+    Raises:
+        PlacementError: With the arithmetic, if the cluster is too small or too busy.
+    """
+    deadline = time.monotonic() + wait
+    while (complaint := shortage(demand, nodes())) and time.monotonic() < deadline:
+        time.sleep(min(1.0, wait))
+    if complaint:
+        raise PlacementError(complaint)
+    if not _fits_now(demand, max(_BUSY_SECONDS, deadline - time.monotonic())):
+        raise PlacementError(_busy_message(demand))
+
+
+def shortage(demand: Demand, cluster: Sequence[Node]) -> str | None:
+    """Why a cluster could never hold a demand, with the arithmetic; None if it could.
+
+    Args:
+        demand: The bundles; no bundle is split over nodes.
+        cluster: The nodes.
+    """
+    rooms = [node.room(demand) for node in cluster]
+    if sum(rooms) >= demand.count:
+        return None
+    has = {name: sum(node.resources.get(name, 0.0) for node in cluster) for name in ("CPU", "GPU")}
+    shares = ", ".join(f"{room} on {node.address}" for node, room in zip(cluster, rooms, strict=True))
+    return (
+        f"`{demand.option} {demand.count}` needs {_amounts(demand.bundle, times=demand.count)}"
+        f" ({demand.count} x {_amounts(demand.bundle)}, each on one node), but the cluster has"
+        f" {_amounts(has)}, which hold {sum(rooms)} ({shares})."
+        " Ask for fewer or smaller ones, or add nodes."
+    )
+
+
+def _fits_now(demand: Demand, seconds: float) -> bool:
+    from ray.util import placement_group, remove_placement_group
+
+    if not demand.bundle:
+        return True
+    group = placement_group([demand.bundle] * demand.count, strategy="PACK")
+    try:
+        return bool(group.wait(seconds))
+    finally:
+        remove_placement_group(group)
+
+
+def _busy_message(demand: Demand) -> str:
+    import ray
+
+    available = ray.available_resources()  # type: ignore[no-untyped-call]
+    free = {name: available.get(name, 0.0) for name in ("CPU", "GPU")}
+    return (
+        f"`{demand.option} {demand.count}` needs {_amounts(demand.bundle, times=demand.count)}. The cluster has them,"
+        f" but others use them: free are {_amounts(free)}. Look at `ray status`, ask for less, or wait for more."
+    )
+
+
+def _amounts(resources: Mapping[str, float], *, times: int = 1) -> str:
+    return " and ".join(f"{amount * times:g} {name}s" for name, amount in resources.items()) or "nothing"
