@@ -41,6 +41,9 @@ class RolloutCallback(Callback):
         self._engine: RolloutEngine | None = None
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
 
+    takes_adapters = False
+    """Whether the engine takes adapters beside its weights; see `sync_weights`."""
+
     @abstractmethod
     def make_engine(self, module: PostTrainingModule) -> RolloutEngine:
         """An engine for the module's policy, not started yet."""
@@ -51,6 +54,11 @@ class RolloutCallback(Callback):
             raise MisconfigurationException(
                 f"`{type(self).__name__}` samples from a module's policy, but `{type(pl_module).__name__}` has none."
                 " Train a `PPOModule`, or take the rollout callback out."
+            )
+        if sends_adapters(pl_module) and not self.takes_adapters:
+            raise MisconfigurationException(
+                f"`lora.merge_for_rollout: false` sends adapters alone, but the engine of `{type(self).__name__}` takes"
+                " whole weights only. Set it to true, or sample with `VLLMRollout`."
             )
         self._weights_step = -1
         self._engine = self.make_engine(pl_module)
@@ -105,6 +113,11 @@ class RolloutCallback(Callback):
             self._engine.stop()
             self._engine = None
 
+    def sync_weights(self, module: PostTrainingModule) -> None:
+        """Send the engine the policy as it is now, adapters merged in. Collective."""
+        assert self._engine is not None
+        self._engine.load_weights(module.contract.named_weights(module.policy))
+
     def _sample(
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
@@ -112,7 +125,7 @@ class RolloutCallback(Callback):
         assert self._engine is not None
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
-                self._engine.load_weights(module.contract.named_weights(module.policy))
+                self.sync_weights(module)
             self._weights_step = trainer.global_step
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
         step = trainer.global_step if purpose == "train" else 0
@@ -123,6 +136,12 @@ class RolloutCallback(Callback):
         prompts = Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
         with module.phase("gen"):
             return self._engine.generate(prompts, sampling)
+
+
+def sends_adapters(module: PostTrainingModule) -> bool:
+    """Whether the policy's adapters go to the engine by themselves."""
+    lora = module.policy_config.lora
+    return lora is not None and not lora.merge_for_rollout
 
 
 class HFRollout(RolloutCallback):

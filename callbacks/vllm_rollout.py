@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.functional.masking import masked_sum
+from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.vllm import LogProbsMode, VLLMEngine
@@ -70,9 +73,12 @@ class VLLMRollout(RolloutCallback):
         self._canary: Prompts | None = None
         self._canary_gap = 0.0
 
+    takes_adapters = True
+
     @override
     def make_engine(self, module: PostTrainingModule) -> VLLMEngine:
         self._canary = None
+        lora = module.policy_config.lora
         return VLLMEngine(
             module.policy_config.path,
             eos_token_ids=module.eos_token_ids,
@@ -80,6 +86,7 @@ class VLLMRollout(RolloutCallback):
             max_model_len=self._max_model_len(module.trainer),
             dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
             log_probs_mode=self._log_probs_mode,
+            lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
             gpu_memory_utilization=self.gpu_memory_utilization,
             enforce_eager=self.enforce_eager,
             deadline=self.deadline,
@@ -116,11 +123,21 @@ class VLLMRollout(RolloutCallback):
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
-                self._vllm.load_weights(module.contract.named_weights(module.policy))
+                self.sync_weights(module)
             self._weights_step = trainer.global_step
             with module.phase("canary"):
                 self._check_canary(module, batch, trainer.global_step)
         return super()._sample(trainer, module, batch, sampling, purpose)
+
+    @override
+    def sync_weights(self, module: PostTrainingModule) -> None:
+        if not sends_adapters(module):
+            super().sync_weights(module)
+            return
+        backbone, weights = module.policy.backbone, module.contract.adapter_weights(module.policy)
+        with TemporaryDirectory() as folder:
+            write_adapter(Path(folder), backbone, weights, fingerprint="")
+            self._vllm.load_adapter(Path(folder))
 
     def _check_canary(self, module: PostTrainingModule, batch: dict[str, Any], step: int) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""

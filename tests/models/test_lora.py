@@ -230,6 +230,7 @@ def test_an_adapter_is_not_taken_for_a_model(adapter_folder):
         ({"modules_to_save": ["lm_head"]}, "`lm_head`, whose weight is tied to `model.embed_tokens`"),
         ({"target_modules": ["embed_tokens"]}, "whose weight is tied to `lm_head`"),
         ({"rank": 0}, "`lora.rank` must be at least 1"),
+        ({"merge_for_rollout": False, "modules_to_save": ["lm_head"]}, "sends adapters alone, but `lora.modules_to"),
     ],
 )
 def test_bad_names_are_refused_before_training(tiny_folder, lora, message):

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
+from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import ReMax
 from verl_lightning.rollout.base import SamplingConfig
 
@@ -78,3 +79,10 @@ def test_each_step_and_sample_draws_its_own_noise_and_validations_draw_the_same(
 def test_the_rollout_callback_refuses_a_module_without_a_policy(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"`BoringModel` has none.*take the rollout callback out"):
         make_trainer(tmp_path, make_rollout()).fit(BoringModel())
+
+
+def test_adapters_alone_need_an_engine_that_takes_them(tmp_path, tiny_folder, prompt_file):
+    actor = make_model_config(tiny_folder, lora=LoraConfig(rank=4, merge_for_rollout=False))
+
+    with pytest.raises(MisconfigurationException, match=r"the engine of `HFRollout` takes whole weights only"):
+        make_trainer(tmp_path, make_rollout()).fit(make_ppo(tiny_folder, actor=actor), make_prompts(prompt_file))

@@ -74,7 +74,7 @@ def test_the_canary_stops_a_run_whose_sync_is_broken(tmp_path, folder, prompt_fi
         trainer.fit(make_ppo(folder), datamodule=make_prompt_data(prompt_file))
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4), LoraConfig(rank=4, merge_for_rollout=False)])
 def test_engine_and_trainer_agree_at_each_step(tmp_path, folder, prompt_file, lora):
     recorder = Recorder()
     actor = make_model_config(folder, lr=1e-2, lora=lora)

@@ -38,6 +38,10 @@ class LoraConfig:
     adapter_path: str | None = None
     """PEFT folder whose adapter is trained on; null starts a new one."""
 
+    merge_for_rollout: bool = True
+    """Send the rollout engine whole weights with the adapters merged in. False sends the adapters alone, which copies
+    far less, to an engine that takes them: `VLLMRollout`, which reads the base from ``path`` by itself."""
+
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"`lora.rank` must be at least 1, got {self.rank}.")
@@ -47,6 +51,11 @@ class LoraConfig:
             raise ValueError(f"`lora.dropout` must lie in [0, 1), got {self.dropout}.")
         if self.adapter_path is not None and self.init != "kaiming":
             raise ValueError(f"`lora.init: {self.init}` has no effect on the adapter of `lora.adapter_path`. Drop one.")
+        if not self.merge_for_rollout and self.modules_to_save:
+            raise ValueError(
+                "`lora.merge_for_rollout: false` sends adapters alone, but `lora.modules_to_save` trains whole modules"
+                f" ({', '.join(self.modules_to_save)}), which engines don't take. Drop one."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

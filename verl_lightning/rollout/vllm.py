@@ -9,6 +9,7 @@ import importlib
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,9 @@ from verl_lightning.types import Rollout
 
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks of adapters that vLLM can be told."""
 
 LogProbsMode = Literal["processed_logprobs", "raw_logprobs"]
 
@@ -43,6 +47,8 @@ class VLLMEngine:
             at temperature 1, over the whole vocabulary.
         gpu_memory_utilization: Share of a GPU's memory for weights and key-value cache, in ``(0, 1]``.
         enforce_eager: Do without CUDA graphs and compilation.
+        lora_rank: Take adapters of this rank from `load_adapter`, beside base weights that vLLM reads from ``path``.
+            None takes whole weights from `load_weights`.
         deadline: Most seconds of one `generate`.
     """
 
@@ -57,6 +63,7 @@ class VLLMEngine:
         log_probs_mode: LogProbsMode = "processed_logprobs",
         gpu_memory_utilization: float = 0.5,
         enforce_eager: bool = False,
+        lora_rank: int | None = None,
         deadline: float = 1800.0,
     ) -> None:
         self.path = path
@@ -67,8 +74,10 @@ class VLLMEngine:
         self.log_probs_mode = log_probs_mode
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enforce_eager = enforce_eager
+        self.lora_rank = lora_rank
         self.deadline = deadline
         self._llm: Any = None
+        self._adapter: Any = None
         self._device = torch.device("cpu")
         self._owns_process_group = False
         self._is_asleep = False
@@ -90,16 +99,33 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones."""
         llm = self._running
-        if self._is_asleep:
-            torch.cuda.empty_cache()  # vLLM maps memory itself and can't use what torch keeps for later
-            llm.wake_up(tags=["weights"])
+        self._wake_weights()
         if self._device.type == "cuda":
             llm.apply_model(lambda model: len(model.load_weights(weights)))
         else:  # vLLM repacks weights for CPUs, which a plain `load_weights` can't write into
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
             llm.apply_model(repack_output_heads)
+        self._wake_cache()
+
+    def load_adapter(self, folder: Path) -> None:
+        """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached."""
+        engine = self._running.llm_engine
+        self._wake_weights()
+        if self._adapter is not None:
+            engine.remove_lora(self._adapter.lora_int_id)
+        request = importlib.import_module("vllm.lora.request").LoRARequest
+        self._adapter = request("policy", 1, str(folder))
+        engine.add_lora(self._adapter)
+        self._wake_cache()
+
+    def _wake_weights(self) -> None:
         if self._is_asleep:
-            llm.wake_up(tags=["kv_cache"])
+            torch.cuda.empty_cache()  # vLLM maps memory itself and can't use what torch keeps for later
+            self._running.wake_up(tags=["weights"])
+
+    def _wake_cache(self) -> None:
+        if self._is_asleep:
+            self._running.wake_up(tags=["kv_cache"])
             self._is_asleep = False
         self.drop_caches()
 
@@ -113,9 +139,10 @@ class VLLMEngine:
             raise RuntimeError("vLLM kept its prefix cache, since requests are still running. Wait for them first.")
 
     def sleep(self) -> None:
-        """Give weights and cache back to the device until the next `load_weights`; does nothing on a CPU."""
+        """Give weights and cache back to the device until they are loaded next; does nothing on a CPU."""
         if self._device.type == "cuda":
-            self._running.sleep(level=2)
+            # Weights that are sent anew are forgotten; a base that is not waits in the host's memory.
+            self._running.sleep(level=2 if self.lora_rank is None else 1)
             self._is_asleep = True
 
     @torch.no_grad()
@@ -138,7 +165,7 @@ class VLLMEngine:
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        self._llm = self._adapter = None
         self._is_asleep = False
         parallel_state = importlib.import_module("vllm.distributed.parallel_state")
         if self._owns_process_group:
@@ -160,17 +187,26 @@ class VLLMEngine:
             if is_cuda
             else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         )
-        return memory | {
+        sources = memory | self._weights_options()
+        return sources | {
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "enforce_eager": self.enforce_eager,
             "logprobs_mode": self.log_probs_mode,
             "distributed_executor_backend": launcher(self._device),
-            "load_format": "dummy",
             "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
             "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
         }
+
+    def _weights_options(self) -> dict[str, Any]:
+        """Where weights come from."""
+        if self.lora_rank is None:
+            return {"load_format": "dummy"}
+        ranks = [rank for rank in LORA_RANKS if rank >= self.lora_rank]
+        if not ranks:
+            raise ValueError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at the most, got {self.lora_rank}.")
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0]}
 
     def _add_requests(self, prompts: Prompts, sampling: SamplingConfig) -> list[str]:
         """Hand over one request for each response; returns their names, in the order of the rollout's rows."""
@@ -193,7 +229,12 @@ class VLLMEngine:
         for row, seeds in enumerate(prompts.seeds):
             for sample, seed in enumerate(seeds):
                 names.append(f"prompt {row}, sample {sample}")
-                engine.add_request(names[-1], {"prompt_token_ids": tokens[row]}, params(seed=seed, **options))
+                engine.add_request(
+                    names[-1],
+                    {"prompt_token_ids": tokens[row]},
+                    params(seed=seed, **options),
+                    lora_request=self._adapter,
+                )
         return names
 
     def _check_length(self, prompt: int, response: int) -> None:
