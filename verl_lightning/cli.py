@@ -17,7 +17,7 @@ SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
 
 HELP = """\
-usage: verl-fit [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
+usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
 
 Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
 Lightning. Settings come from one or more YAML files, merged in their order; flags always win over files.
@@ -25,6 +25,7 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   fit        Train; meant when no subcommand is given.
   validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
   test       The same on the test data.
+  ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
 
 Examples:
   verl-fit --config grpo                           a configuration that ships with the package
@@ -59,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(0 if argv else 2)
     if argv[0] == "--version":
         sys.stdout.write(f"verl-fit {importlib.metadata.version('verl-lightning')}\n")
+        raise SystemExit(0)
+    if argv[0] == "ray":
+        from verl_lightning.launch.driver import main as launch  # late: only this needs Ray
+
+        launch(argv[1:])
         raise SystemExit(0)
     try:
         arguments = normalize_arguments(argv)

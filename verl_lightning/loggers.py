@@ -64,6 +64,10 @@ class ResumableCSVLogger(CSVLogger):
         if self._version is None and newest is not None and self.last_checkpoint(newest) is not None:
             self._version = newest
 
+    def continue_run(self, version: int | str | None) -> None:
+        """Logs into the folder of this run, whatever it holds."""
+        self._version = version
+
     @property
     @override
     @rank_zero_experiment

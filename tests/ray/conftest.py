@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def cluster_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster_address() -> Iterator[str]:
     """Address of a cluster of two nodes with two CPUs each, as Ray counts them; both on this machine."""
-    from ray.cluster_utils import Cluster
-
-    store = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 200 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**store, "include_dashboard": False})
-    cluster.add_node(**store)
-    cluster.wait_for_nodes()
+    cluster = start_cluster()
     yield cluster.address
     cluster.shutdown()
+
+
+def start_cluster(attempts: int = 3) -> Any:
+    """Starts it, again if the machine is so busy that Ray's own 30 seconds do not do."""
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 200 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    try:
+        cluster.add_node(**size)
+        cluster.wait_for_nodes()
+    except Exception:
+        cluster.shutdown()
+        if attempts == 1:
+            raise
+        return start_cluster(attempts - 1)
+    return cluster

@@ -23,7 +23,11 @@ class KillOnce(Callback):
         self.rank = rank
 
     def on_phase_start(self, module: Any, phase: str) -> None:
-        if phase != "update_actor" or module.trainer.global_step != self.step or module.trainer.global_rank != self.rank:
+        if (
+            phase != "update_actor"
+            or module.trainer.global_step != self.step
+            or module.trainer.global_rank != self.rank
+        ):
             return
         marker = Path("killed")
         if not marker.exists():

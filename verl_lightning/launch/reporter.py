@@ -30,7 +30,8 @@ class Reporter(Callback):
         self._board = board
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not in `setup`, before which a `ModelCheckpoint` need not have found its folder.
         folders = [callback.dirpath for callback in last_checkpoint_callbacks(trainer)]
         logger = trainer.logger
         version = logger.version if isinstance(logger, ResumableCSVLogger) else None
