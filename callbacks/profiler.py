@@ -252,8 +252,9 @@ class ProfilerCallback(Callback):
         if spans is None:
             return
         assert self._start is not None
-        assert isinstance(trainer.lightning_module, PostTrainingModule)
-        end = trainer.lightning_module.clock.now()
+        module = trainer.lightning_module
+        assert isinstance(module, PostTrainingModule)
+        end = module.clock.now()
         self._window.close()
         profiler = trainer.profiler  # type: ignore[attr-defined]
         actions, profiler.actions = profiler.actions, None
@@ -262,7 +263,7 @@ class ProfilerCallback(Callback):
             start=self._start.seconds,
             end=end.seconds,
             phases=[Interval(s.name, s.start.seconds, s.end.seconds, s.peak_memory) for s in spans],
-            actions=[Interval(*action) for action in actions],
+            actions=[Interval(*action) for action in actions if not action[0].startswith(f"[{type(module).__name__}]")],
             metrics=self._metrics,
         )
         self._records.append(record)

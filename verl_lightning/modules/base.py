@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
@@ -31,6 +32,7 @@ from verl_lightning.modules.phases import (
     PhaseClock,
     PhaseEndListener,
     PhaseListener,
+    span_metrics,
     users_profiler,
 )
 from verl_lightning.modules.schedules import make_schedule
@@ -140,6 +142,12 @@ class PostTrainingModule(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, PhaseEndListener):
                 callback.on_phase_end(self, span)
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds and memory of each phase since the last call and of all that time, over ranks. Collective."""
+        table = MetricTable()
+        table.add(span_metrics(self.clock.take()))
+        return table.reduce(self.contract.gather_over_data_parallel)
 
     def print_table(self, table: Table) -> None:
         """Show a table to people, on one rank, above the progress bar."""

@@ -115,30 +115,30 @@ class ExperienceMaker:
                 )
             )
             advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
-        trained = corrected.response_mask
-        if self.mask_truncated:
-            trained = trained & ~rollout.is_truncated[:, None]
-        experience = Experience(
-            input_ids=rollout.input_ids,
-            attention_mask=rollout.attention_mask,
-            response_mask=trained,
-            temperature=rollout.temperature,
-            rollout_log_probs=rollout.rollout_log_probs,
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            loss_weights=corrected.weights if self.corrections else None,
-            ref_log_probs=ref_log_probs,
-            values=values,
-            returns=outputs.returns,
-        )
-        metrics |= experience_metrics(experience, token_rewards, rollout)
-        if values is not None and outputs.returns is not None:
-            moments = explained_variance_moments(values, outputs.returns, trained)
-            explained = explained_variance(self.contract.sum_over_data_parallel(moments))
-            metrics["critic/vf_explained_var"] = mean(explained)  # the same on every rank
-        if self.advantage.needs_groups:
-            silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
-            metrics["train/frac_zero_std"] = mean(silent, groups)
+            trained = corrected.response_mask
+            if self.mask_truncated:
+                trained = trained & ~rollout.is_truncated[:, None]
+            experience = Experience(
+                input_ids=rollout.input_ids,
+                attention_mask=rollout.attention_mask,
+                response_mask=trained,
+                temperature=rollout.temperature,
+                rollout_log_probs=rollout.rollout_log_probs,
+                old_log_probs=old_log_probs,
+                advantages=advantages,
+                loss_weights=corrected.weights if self.corrections else None,
+                ref_log_probs=ref_log_probs,
+                values=values,
+                returns=outputs.returns,
+            )
+            metrics |= experience_metrics(experience, token_rewards, rollout)
+            if values is not None and outputs.returns is not None:
+                moments = explained_variance_moments(values, outputs.returns, trained)
+                explained = explained_variance(self.contract.sum_over_data_parallel(moments))
+                metrics["critic/vf_explained_var"] = mean(explained)  # the same on every rank
+            if self.advantage.needs_groups:
+                silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
+                metrics["train/frac_zero_std"] = mean(silent, groups)
         return experience, metrics
 
     def _score(self, model: TokenScorer, rollout: Rollout, *, with_entropy: bool = False) -> Scores:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from verl_lightning.modules.base import PostTrainingModule
 
 
+METRICS = "metrics"
+"""The phase in which an iteration is summed up and logged."""
+
 SAVE_CHECKPOINT = "save_checkpoint"
 """The phase, and Lightning's name of it."""
 

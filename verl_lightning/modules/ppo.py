@@ -22,7 +22,7 @@ from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
-from verl_lightning.modules.phases import SAVE_CHECKPOINT, span_metrics
+from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
 from verl_lightning.modules.ppo_checks import (
     check_length,
@@ -55,7 +55,7 @@ PHASES = (
     "adv",
     "update_critic",
     "update_actor",
-    "metrics",
+    METRICS,
     SAVE_CHECKPOINT,
 )
 """Of an iteration with all its parts, in their order."""
@@ -338,12 +338,15 @@ class PPOModule(SamplingModule):
 
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
         """Log what happened, then steer the KL weight and the learning rates."""
-        assert self.plan is not None
-        with self.phase("metrics"):
+        with self.phase(METRICS):
             metrics = table.reduce(self.contract.gather_over_data_parallel)
-        spent = MetricTable()
-        spent.add(span_metrics(self.clock.take()))
-        metrics |= spent.reduce(self.contract.gather_over_data_parallel)
+        metrics |= self.take_timings()
+        with self.phase(METRICS):  # of the next iteration
+            self._log_iteration(metrics)
+        return {"loss": torch.tensor(metrics.get("actor/pg_loss", 0.0))}
+
+    def _log_iteration(self, metrics: dict[str, float]) -> None:
+        assert self.plan is not None
         metrics |= {"actor/kl_coef": self.kl_coef, "training/epoch": float(self.trainer.current_epoch)}
         metrics["training/global_step"] = float(self.trainer.global_step)
         for role, optimizer in zip(("actor", "critic"), self.trainer.optimizers, strict=False):
@@ -369,4 +372,3 @@ class PPOModule(SamplingModule):
         self.log_dict(metrics, batch_size=1)
         shown = {"reward": metrics.get("critic/score/mean", float("nan")), "tokens/s": metrics["perf/throughput"]}
         self.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
-        return {"loss": torch.tensor(metrics.get("actor/pg_loss", 0.0))}

@@ -7,11 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge
-from verl_lightning.modules.phases import span_metrics
+from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.pool import RewardConfig
@@ -134,12 +133,10 @@ class SamplingModule(PostTrainingModule):
             )
         num_samples = self.rollout_source.val_sampling.num_samples
         metrics = validation_metrics(responses, self.validation, num_samples=num_samples, stage=stage)
-        spent = MetricTable()
-        spent.add(span_metrics(self.clock.take()))
-        timings = spent.reduce(self.contract.gather_over_data_parallel)
-        saving = timings.get("timing_s/save_checkpoint", 0.0)  # of the iteration before
-        metrics["timing_s/testing"] = timings["timing_s/step"] - saving
-        if saving:
-            metrics["timing_s/save_checkpoint"] = saving
+        timings = self.take_timings()
+        of_training = {name: timings.get(f"timing_s/{name}", 0.0) for name in (METRICS, SAVE_CHECKPOINT)}
+        metrics["timing_s/testing"] = timings["timing_s/step"] - sum(of_training.values())
+        if of_training[SAVE_CHECKPOINT]:
+            metrics["timing_s/save_checkpoint"] = of_training[SAVE_CHECKPOINT]
         self.log(f"{stage}/reward", metrics.pop(f"{stage}/reward"), prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
