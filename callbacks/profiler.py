@@ -89,7 +89,8 @@ class ProfilerCallback(Callback):
         self.ranks = tuple(ranks)
         self.phases = phases
         self.folder = folder
-        self._records: list[StepRecord] = []
+        self.records: list[StepRecord] = []
+        """What was recorded on this rank, step by step."""
         self._files: list[Path] = []
         self._recorder: Tool | None = None  # None on ranks that record nothing
         self._path = Path()
@@ -266,7 +267,7 @@ class ProfilerCallback(Callback):
             actions=[Interval(*action) for action in actions if not action[0].startswith(f"[{type(module).__name__}]")],
             metrics=self._metrics,
         )
-        self._records.append(record)
+        self.records.append(record)
         if self._is_tracing:
             self._stop_tracing("" if self.phases is None else "_unfinished")
 
@@ -286,13 +287,13 @@ class ProfilerCallback(Callback):
         if recorder is None:
             return
         recorder.finish()
-        if not self._records:
+        if not self.records:
             return
         assert isinstance(module, PostTrainingModule)
-        title = f"{type(module).__name__}, rank {self._rank}: step {', '.join(str(r.step) for r in self._records)}"
-        rows = summary_rows(self._records, {work.phase: work.name for work in module.work})
+        title = f"{type(module).__name__}, rank {self._rank}: step {', '.join(str(r.step) for r in self.records)}"
+        rows = summary_rows(self.records, {work.phase: work.name for work in module.work})
         timeline = self._path / f"timeline_rank={self._rank}.html"
-        timeline.write_text(timeline_page(self._records, rows, title), encoding="utf-8")
+        timeline.write_text(timeline_page(self.records, rows, title), encoding="utf-8")
         if missing := self._missing():
             warnings.warn(f"`ProfilerCallback` could not record {', '.join(missing)}.", stacklevel=2)
         if self._rank == min(self.ranks):
@@ -303,5 +304,5 @@ class ProfilerCallback(Callback):
     def _missing(self) -> list[str]:
         """Traces that are not there, and phases that did not run in a recorded step."""
         files = [f"`{path}`" for path in self._files if not path.exists() or not path.stat().st_size]
-        ran = {part.name for record in self._records for part in record.phases}
+        ran = {part.name for record in self.records for part in record.phases}
         return files + [f"the phase `{name}`, which did not run" for name in self.phases or () if name not in ran]
