@@ -9,6 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.callbacks.saved_runs import LORA, RANKS, save_run_elsewhere
 from tests.rollout.vllm_parts import write_sharp_folder
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
+from verl_lightning.models.scorer import build_scorer
+from verl_lightning.models.weights import merged_weights, value_head_weights
 from verl_lightning.rollout.vllm import CPU_CACHE_BYTES, import_vllm
 
 pytestmark = [pytest.mark.backend, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -69,6 +73,21 @@ def test_vllm_loads_the_full_model(runs, saver, base_texts):
 
     assert texts == expected_texts(AutoModelForCausalLM.from_pretrained(folder), folder)
     assert texts != base_texts
+
+
+def test_vllm_loads_a_policy_with_a_value_head(base, base_texts, tmp_path):
+    """A critic on the actor's trunk is in a file of its own, which vLLM must not take for a part of the model."""
+    scorer = build_scorer(ModelConfig(path=str(base)), "policy_and_value", trainable=True)
+    with atomic_folder(tmp_path / "model") as folder:
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        write_value_head(folder, value_head_weights(scorer.value_head))
+        write_model(folder, scorer.backbone, merged_weights(scorer.backbone))
+
+    llm = start_vllm(tmp_path / "model")
+    texts = greedy_texts(llm)
+    llm.llm_engine.engine_core.shutdown()
+
+    assert texts == base_texts
 
 
 def test_vllm_puts_each_adapter_on_the_base(runs, base, base_texts):

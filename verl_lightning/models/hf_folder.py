@@ -51,7 +51,7 @@ class ShardWriter:
         self._shard_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, and the index if there are several files."""
+        """Write what is left, and the index if there are several files, or a value head's beside them."""
         self._flush()
         count = len(self._names)
         files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -59,7 +59,8 @@ class ShardWriter:
             files = ["model.safetensors"]
         for index, file in enumerate(files):
             self._path(index).rename(self.folder / file)
-        if count > 1:
+        # Engines such as vLLM take each file for a part of the model that an index does not leave out.
+        if count > 1 or (self.folder / VALUE_HEAD_FILE).exists():
             weight_map = {name: file for file, names in zip(files, self._names, strict=True) for name in names}
             content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2, sort_keys=True))
@@ -130,7 +131,7 @@ def generation_config_of(backbone: PreTrainedModel) -> GenerationConfig:
 
 
 def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a value head to its own file, if there is one; `build_scorer` reads it back."""
+    """Write a value head to its own file before `write_model`, if there is one; `build_scorer` reads it back."""
     if weights:
         save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / VALUE_HEAD_FILE)
 
