@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -22,8 +24,18 @@ from verl_lightning.metrics import Metric, MetricTable
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.seeding import run_seed
-from verl_lightning.strategies.base import BatchT, LossFn, PostTrainingStrategy
+from verl_lightning.strategies.base import BatchT, LossFn
+from verl_lightning.strategies.megatron.checkpoint import (
+    SETTINGS_FILE,
+    is_megatron_folder,
+    load_models,
+    load_optimizer,
+    load_other,
+    read_other,
+    save_folder,
+)
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.groups import MegatronGroups
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
 from verl_lightning.strategies.megatron.provider import ModelSettings
@@ -32,6 +44,9 @@ from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, r
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_weights
 from verl_lightning.types import Scores, TokenBatch
+
+FOLDER_KEY = "megatron_folder"
+"""Where a checkpoint's tensors lie, beside its other contents while it is loaded."""
 
 LOSS = "megatron/loss"
 """Name under which a micro-batch's loss travels between stages."""
@@ -43,7 +58,7 @@ class MegatronPrecision(Precision):
     precision = "bf16-mixed"
 
 
-class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
+class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     """Megatron-Core: layers, stages, sequences and experts spread over processes, and data parallelism over the rest.
 
     ``trainer.precision: bf16-mixed``, or a model's ``dtype: bfloat16``, computes in bfloat16 beside float32 weights of
@@ -147,11 +162,6 @@ class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.setup_precision_plugin()
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @override
     def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
@@ -276,29 +286,65 @@ class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
 
     @property
     @override
-    def data_parallel_size(self) -> int:
-        from megatron.core import parallel_state
-
-        return int(parallel_state.get_data_parallel_world_size())
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
 
     @property
     @override
-    def data_parallel_rank(self) -> int:
-        from megatron.core import parallel_state
-
-        return int(parallel_state.get_data_parallel_rank())
+    def lightning_restore_optimizer(self) -> bool:
+        return True
 
     @override
-    def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=self._data_parallel_group)
-        return summed
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # `save_checkpoint` writes it, in parts
 
     @override
-    def gather_over_data_parallel(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self._data_parallel_group)
-        return values
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("`megatron` writes checkpoints of its own and takes no `storage_options`.")
+        with_optimizers = "optimizer_states" in checkpoint
+        save_folder(
+            checkpoint,
+            Path(self.broadcast(filepath)),
+            roles=self._roles,
+            optimizers=cast(list[MegatronOptimizer], self.optimizers) if with_optimizers else [],
+            is_writer=self.is_global_zero,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if not is_megatron_folder(path):
+            return read_other(path, weights_only=weights_only)
+        settings = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
+        return {**settings, "state_dict": {}, FOLDER_KEY: str(path)}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if FOLDER_KEY in checkpoint:
+            load_models(Path(checkpoint[FOLDER_KEY]), self._roles)
+        else:
+            load_other(checkpoint["state_dict"], self._roles)
+        for optimizer in cast(list[MegatronOptimizer], self.optimizers):
+            optimizer.inner.reload_model_params()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if FOLDER_KEY not in checkpoint:
+            rank_zero_warn(
+                "`ckpt_path` was written by another strategy: weights, counters and schedules go on, but AdamW starts"
+                " anew, as its state has no form that all strategies share."
+            )
+            return
+        pairs = zip(self._roles.items(), cast(list[MegatronOptimizer], self.optimizers), strict=True)
+        for (role, model), optimizer in pairs:
+            load_optimizer(Path(checkpoint[FOLDER_KEY]), role, model, optimizer)
 
     @override
     def teardown(self) -> None:
@@ -309,11 +355,9 @@ class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
         parallel_state.destroy_model_parallel()
 
     @property
-    def _data_parallel_group(self) -> dist.ProcessGroup:
-        from megatron.core import parallel_state
-
-        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-        return group
+    def _roles(self) -> dict[str, MegatronScorer]:
+        assert self.lightning_module is not None
+        return {name: m for name, m in self.lightning_module.named_children() if isinstance(m, MegatronScorer)}
 
     def _is_bf16(self, config: ModelConfig) -> bool:
         return self.precision_plugin.precision == "bf16-mixed" or config.dtype == "bfloat16"
@@ -323,7 +367,7 @@ class MegatronStrategy(PostTrainingStrategy, LightningDDPStrategy):
         count = len(micro_batches)
         if self.sizes.expert > 1:  # ranks with other data hold experts that ours need
             largest = torch.tensor(count, device=self.root_device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._data_parallel_group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.data_parallel_group)
             count = int(largest)
         if self.sizes.virtual_pipeline > 1:
             count = -(-count // self.sizes.pipeline) * self.sizes.pipeline

@@ -1,0 +1,168 @@
+"""Checkpoint folders in Megatron's distributed format, for any layout of ranks, and those of other strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_lightning.models.hf_folder import atomic_folder, stored_weights
+from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
+from verl_lightning.strategies.megatron.scorer import MegatronScorer, local_value_head
+
+SETTINGS_FILE = "megatron_meta.pt"
+"""Everything but tensors of models and optimizers."""
+
+FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Megatron's settings under which optimizers can be loaded by other layouts."""
+
+Roles = Mapping[str, MegatronScorer]
+"""Models of a module by their attribute."""
+
+
+def is_megatron_folder(path: Path) -> bool:
+    """Whether a Megatron run wrote this checkpoint."""
+    return (path / SETTINGS_FILE).is_file()
+
+
+def save_folder(
+    checkpoint: dict[str, Any],
+    path: Path,
+    *,
+    roles: Roles,
+    optimizers: list[MegatronOptimizer],
+    is_writer: bool,
+) -> None:
+    """Write a checkpoint folder, whole or not at all. Collective.
+
+    Args:
+        checkpoint: Lightning's, without tensors.
+        path: The folder.
+        roles: What is saved.
+        optimizers: Of the roles, in their order; none to leave them out.
+        is_writer: Whether this rank moves the finished folder to its place.
+    """
+    from megatron.core import dist_checkpointing
+
+    states = {role: model_state(role, model) for role, model in roles.items()}
+    tensors: dict[str, Any] = dict(states)
+    for (role, state), optimizer in zip(states.items(), optimizers, strict=False):
+        tensors[f"{role}.optimizer"] = optimizer_state(role, optimizer, state, is_loading=False)
+    names: list[Any] = [None]
+    with atomic_folder(path) if is_writer else contextlib.nullcontext(path) as folder:
+        names[0] = str(folder)
+        dist.broadcast_object_list(names, 0)
+        dist_checkpointing.save(tensors, names[0])
+        if is_writer:
+            torch.save(checkpoint, folder / SETTINGS_FILE)
+    dist.barrier()
+
+
+def load_models(path: Path, roles: Roles) -> None:
+    """Read this rank's part of each trained weight. Collective."""
+    from megatron.core import dist_checkpointing
+
+    states = {role: model_state(role, model) for role, model in roles.items()}
+    loaded = dist_checkpointing.load(states, str(path))
+    for role, model in roles.items():
+        for piece, state in zip(model.pieces, loaded[role].values(), strict=True):
+            piece.load_state_dict({name.removeprefix(f"{role}."): w for name, w in state.items()}, strict=False)
+
+
+def load_optimizer(path: Path, role: str, model: MegatronScorer, optimizer: MegatronOptimizer) -> None:
+    """Read this rank's part of an optimizer's state. Collective."""
+    from megatron.core import dist_checkpointing
+
+    optimizer.allocate_state()
+    key = f"{role}.optimizer"
+    state = optimizer_state(role, optimizer, model_state(role, model), is_loading=True)
+    optimizer.load(dist_checkpointing.load({key: state}, str(path))[key])
+
+
+def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
+    """What is trained of a model, as Megatron's sharded tensors, piece by piece."""
+    states: dict[str, Any] = {}
+    for index, piece in enumerate(model.pieces):
+        trained = {f"{role}.{name}" for name, p in piece.named_parameters() if p.requires_grad}
+        sharded: dict[str, Any] = piece.sharded_state_dict(prefix=f"{role}.", metadata=dict(FORMAT))  # type: ignore[operator]
+        states[f"model{index}"] = {name: part for name, part in sharded.items() if name in trained}
+    return states
+
+
+def optimizer_state(role: str, optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool) -> Any:
+    """An optimizer's state as sharded tensors, under its role's name."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    state = optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(FORMAT))
+    add_prefix_for_sharding(state, f"{role}.")
+    return state
+
+
+def read_other(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint of another strategy, whole."""
+    if is_sharded(path):
+        return read_whole(path, weights_only=weights_only)
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    return checkpoint
+
+
+def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:
+    """Take weights that another strategy has saved, through the bridge. Collective.
+
+    Args:
+        state: Whole tensors by our own names: role, then ``backbone`` or ``value_head``, then transformers'.
+        roles: What takes them.
+
+    Raises:
+        ValueError: If it holds adapters, which are read from a PEFT folder.
+    """
+    for role, model in roles.items():
+        own = {n.removeprefix(f"{role}."): w for n, w in state.items() if n.startswith(f"{role}.")}
+        if any(".lora_" in name for name in own):
+            raise ValueError(
+                f"`ckpt_path` holds adapters of the {role} that another strategy has trained. Export them with"
+                " `verl-export --to peft`, and give the folder as `lora.adapter_path`."
+            )
+        backbone = {n.removeprefix("backbone."): w for n, w in own.items() if n.startswith("backbone.")}
+        load_whole(model, backbone)
+        head = local_value_head(model.pieces[-1], model.head)
+        if head is not None:
+            with torch.no_grad():
+                head.weight.copy_(own["value_head.weight"])
+
+
+def load_whole(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:
+    """Take whole weights under transformers' names. Collective."""
+    prefix = "" if model.head != "value" else f"{model.backbone.base_model_prefix}."
+    stored = {prefix + name: weight for name, weight in stored_weights(model.backbone, weights.items())}
+    source: Any = SimpleNamespace(
+        state=_State(stored), config=model.bridge.hf_pretrained.config, model_name_or_path="a checkpoint"
+    )
+    pieces: list[nn.Module] = model.pieces
+    with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
+        model.bridge._model_bridge.load_weights_hf_to_megatron(source, pieces)
+
+
+class _State(dict[str, Tensor]):
+    """Weights as Megatron-Bridge looks them up."""
+
+    @property
+    def source(self) -> _State:
+        """Where they come from."""
+        return self
+
+    def get_all_keys(self) -> list[str]:
+        """Their names."""
+        return list(self)

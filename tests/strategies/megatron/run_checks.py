@@ -1,0 +1,240 @@
+"""Runs several checks of Megatron in one launch of two processes and saves what they returned.
+
+``python tests/strategies/megatron/run_checks.py --options '{}' --folder inputs --out results.pt CHECK...``, from the
+root of the repository; Lightning starts the second process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sft, make_trainer
+from tests.strategies.conformance import Bench
+from tests.strategies.megatron.cpu import pretend_cuda
+from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig
+from verl_lightning.strategies import MegatronStrategy
+from verl_lightning.strategies.megatron.config import DataParallelConfig
+
+Check = Callable[[Bench], Any]
+
+
+class Ending(Callback):
+    """The policy's and the critic's weights when training ends."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        for role in ("actor", "critic"):
+            model = getattr(pl_module, role, None)
+            if model is not None:
+                named = pl_module.contract.named_weights(model)
+                self.weights |= {f"{role}.{name}": weight.clone() for name, weight in named}
+                head = model.value_head
+                self.weights |= {} if head is None else {f"{role}.value_head": head.weight.detach().clone()}
+
+
+def critic_run(bench: Bench, *, steps: int, ckpt_path: Path | None, name: str) -> dict[str, Any]:
+    """PPO with a critic, schedules and a checkpoint at its end."""
+    recorder, ending = Recorder(), Ending()
+    saved = ModelCheckpoint(dirpath=bench.folder / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        bench.folder,
+        make_rollout(),
+        recorder,
+        ending,
+        saved,
+        strategy=MegatronStrategy(**bench.options),
+        devices=bench.devices,
+        max_steps=steps,
+        enable_checkpointing=True,
+    )
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"), ckpt_path=ckpt_path, weights_only=True)
+    return {"steps": recorder.steps, "weights": ending.weights}
+
+
+def resume(bench: Bench) -> Any:
+    """Four iterations at once, and two after two."""
+    whole = critic_run(bench, steps=4, ckpt_path=None, name="whole")
+    seed_everything(0, verbose=False)
+    critic_run(bench, steps=2, ckpt_path=None, name="half")
+    rest = critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2", name="rest")
+    return {"whole": whole, "rest": rest}
+
+
+def reshard(bench: Bench) -> Any:
+    """Two more iterations of a run that another layout has begun."""
+    return critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2", name="resharded")
+
+
+def export(bench: Bench) -> Any:
+    """A Hugging Face folder of the policy and one of the critic."""
+    callbacks = [HFCheckpoint(dirpath=str(bench.folder / role), role=role) for role in ("actor", "critic")]
+    ending = Ending()
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer = make_trainer(
+        bench.folder,
+        make_rollout(),
+        ending,
+        *callbacks,
+        strategy=MegatronStrategy(**bench.options),
+        devices=bench.devices,
+        max_steps=1,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"))
+    return ending.weights
+
+
+def load_auto(bench: Bench) -> Any:
+    """The weights of a checkpoint that `auto` has written, after no step; a warning says that AdamW starts anew."""
+    ending, taken = Ending(), {}
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            ending.on_train_end(trainer, pl_module)
+            taken.update(ending.weights)
+
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer = make_trainer(
+        bench.folder,
+        make_rollout(),
+        Start(),
+        strategy=MegatronStrategy(**bench.options),
+        devices=bench.devices,
+        max_steps=3,
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(
+            module,
+            datamodule=make_prompts(bench.folder / "prompts.jsonl"),
+            ckpt_path=bench.folder / "auto.ckpt",
+            weights_only=True,
+        )
+    return {"weights": taken, "warnings": [str(w.message) for w in told], "global_step": trainer.global_step}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts elements that collectives reduce, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        if name.startswith("c10d::") and "reduce" in name:
+            tensors = torch.utils._pytree.tree_leaves(args)
+            self.elements[name] += max(t.numel() for t in tensors if isinstance(t, Tensor))
+        return function(*args, **(kwargs or {}))
+
+
+class GradientTraffic(Callback):
+    """What one gradient of each model costs."""
+
+    def __init__(self) -> None:
+        self.elements: dict[str, dict[str, int]] = {}
+        self.parameters: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for role in ("actor", "critic"):
+            model = getattr(pl_module, role, None)
+            if model is None:
+                continue
+            with Collectives() as counted:
+                pl_module.contract.forward_backward(model, [batch["rollout"]], self._loss)
+            self.elements[role] = dict(counted.elements)
+            self.parameters[role] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+
+    @staticmethod
+    def _loss(scores: Any, batch: Any) -> Any:
+        score = scores.log_probs if scores.values is None else scores.values
+        return torch.where(batch.response_mask, score, 0.0).sum(), {}
+
+
+def collectives(bench: Bench) -> Any:
+    """Elements reduced by each collective for one gradient, with and without the distributed optimizer."""
+    results: dict[str, Any] = {}
+    overlap = DataParallelConfig(overlap_grad_reduce=True)
+    for name, options in {
+        "sharded": {"use_distributed_optimizer": True},
+        "plain": {"use_distributed_optimizer": False},
+        "sharded, overlap": {"use_distributed_optimizer": True, "ddp": overlap},
+    }.items():
+        traffic = GradientTraffic()
+        module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+        trainer = make_trainer(
+            bench.folder,
+            make_rollout(),
+            traffic,
+            strategy=MegatronStrategy(**bench.options, **options),
+            devices=bench.devices,
+            max_steps=1,
+        )
+        trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"))
+        results[name] = {"elements": traffic.elements, "parameters": traffic.parameters}
+    return results
+
+
+def validate(bench: Bench) -> Any:
+    """The loss of SFT on validation chats, without training: Lightning must not copy rank 0's part to all."""
+    recorder = Recorder()
+    strategy = MegatronStrategy(**bench.options)
+    trainer = make_trainer(bench.folder, recorder, strategy=strategy, devices=bench.devices)
+    chats = bench.folder / "chats.jsonl"
+    trainer.validate(
+        make_sft(bench.folder / "model", actor=bench.model()), datamodule=make_chats(chats, chats), verbose=False
+    )
+    return recorder.validations[0]["val/loss"]
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check for check in (resume, reshard, export, load_auto, collectives, validate)
+}
+
+
+def main() -> None:
+    """Runs the checks; rank 0 saves what they returned."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checks", nargs="+", choices=list(CHECKS))
+    parser.add_argument("--options", type=json.loads, default={}, help="of the strategy, as JSON")
+    parser.add_argument("--devices", type=int, default=2, help="processes")
+    parser.add_argument("--folder", type=Path, required=True, help="model and data, by `conformance.write_inputs`")
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pretend_cuda()
+    options = {"timeout": 200.0} | arguments.options
+    bench = Bench(strategy="megatron", devices=arguments.devices, folder=arguments.folder, options=options)
+    results = {}
+    for name in arguments.checks:
+        seed_everything(0, verbose=False)
+        results[name] = CHECKS[name](bench)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        torch.save(results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
