@@ -50,5 +50,5 @@ class MegatronGroups(PostTrainingStrategy):
         """Ranks that hold the same part of the model and see different data."""
         from megatron.core import parallel_state
 
-        group: dist.ProcessGroup = parallel_state.getdata_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         return group
