@@ -40,6 +40,12 @@ class SavedRun:
     """Whether all weights were trained, or adapters."""
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Size of the trainer's checkpoint, a file or a folder."""
+        path = self.folder / "step=3.ckpt"
+        return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")))
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """Of the policy after the last step, adapters merged in."""
         return load_file(self.folder / "weights.safetensors")

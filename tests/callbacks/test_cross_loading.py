@@ -10,12 +10,14 @@ import dataclasses
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.callbacks.saved_runs import LORA, RANKS, logits_with, run_sft, save_run
 from tests.runs import make_chats, make_model_config, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
+from tests.tiny import write_tiny_folder
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
 
@@ -83,6 +85,24 @@ def first_weights(config, chats, folder, strategy, ranks):
     module = SFTModule(config)
     trainer.fit(module, datamodule=make_chats(chats))
     return {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
+
+
+def test_a_checkpoint_grows_with_the_adapters_alone(lora, saver, chat_file, tmp_path):
+    """In float32, with AdamW's two moments: 12 bytes a trained parameter."""
+    folder = write_tiny_folder(tmp_path / "wider", hidden_size=64)
+    wider = save_run(folder, chat_file, tmp_path / "run", "lora", saver)
+
+    adapters = [num_trained(run) for run in (lora, wider)]
+
+    assert wider.checkpoint_bytes - lora.checkpoint_bytes == pytest.approx(12 * (adapters[1] - adapters[0]), rel=0.02)
+    assert sum(w.numel() for w in wider.weights.values()) > 10 * adapters[1]
+
+
+def num_trained(run):
+    """Parameters of a run's adapter."""
+    return sum(
+        weight.numel() for weight in load_file(run.folder / "hf" / "last" / "adapter_model.safetensors").values()
+    )
 
 
 def test_transformers_loads_the_full_model(full, tiny_folder):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from tests.runs import make_model_config
 from tests.tiny import tiny_tokenizer
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.fingerprint import base_fingerprint
-from verl_lightning.models.lora import adapter_weights, describe_trainable, write_adapter
+from verl_lightning.models.hf_folder import atomic_folder
+from verl_lightning.models.lora import adapter_weights, describe_trainable, peft_config, write_adapter
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.types import TokenBatch
@@ -213,6 +217,31 @@ def test_layouts_that_are_not_read_are_refused_with_the_way_out(tmp_path, tiny_f
     ]:
         with pytest.raises(ValueError, match=message):
             lora_scorer(tiny_folder, adapter_path=str(folder))
+
+
+def write_and_die(base, target):
+    """Write an adapter; a SIGKILL comes between its weights and its config."""
+    scorer = lora_scorer(base)
+    type(peft_config(scorer.backbone)).save_pretrained = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with atomic_folder(target) as folder:
+        write_adapter(folder, scorer.backbone, adapter_weights(scorer.backbone), "")
+
+
+def test_a_kill_while_writing_leaves_the_old_adapter(tmp_path, tiny_folder, adapter_folder):
+    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tiny_folder, adapter_folder))
+    process.start()
+    process.join()
+
+    (half,) = tmp_path.glob(".*.partial")
+    assert process.exitcode == -signal.SIGKILL
+    assert (half / "adapter_model.safetensors").exists()
+    with pytest.raises(ValueError, match="Can't find 'adapter_config.json'"):
+        PeftModel.from_pretrained(base_of(tiny_folder), half)
+    with pytest.raises(ValueError, match="is no PEFT adapter folder"):
+        lora_scorer(tiny_folder, adapter_path=str(half))
+    assert (
+        logits_of(lora_scorer(tiny_folder, adapter_path=str(adapter_folder), trained=False).backbone).isfinite().all()
+    )
 
 
 def test_an_adapter_is_not_taken_for_a_model(adapter_folder):
