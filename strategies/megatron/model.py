@@ -13,6 +13,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, build_skeleton, read_value_head
 from verl_lightning.strategies.megatron.config import DataParallelConfig
 from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
+from verl_lightning.strategies.megatron.lora import add_megatron_adapters
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_chunks, make_bridge, make_provider
 from verl_lightning.strategies.megatron.scorer import VALUE_HEAD, MegatronScorer
 from verl_lightning.strategies.megatron.tokens import Slicing
@@ -48,14 +49,16 @@ def build_model(
     mapping = make_bridge(config.path)
     provider = make_provider(mapping, config, head, settings)
     chunks = build_chunks(mapping, provider)
-    add_value_head(chunks[-1], provider, config, head)
     skeleton = build_skeleton(config, head, trainable=trainable)
+    for chunk in chunks:
+        chunk.requires_grad_(trainable)
+    if config.lora is not None and trainable:
+        chunks = add_megatron_adapters(chunks, config.lora, skeleton.backbone)
+    add_value_head(chunks[-1], provider, config, head, trainable=trainable)
     padding = getattr(skeleton.backbone.get_input_embeddings(), "padding_idx", None)
     if padding is not None and chunks[0].pre_process:
         spare_padding_token(chunks[0], padding)
     chunks = [_finished(chunk, provider, settings) for chunk in chunks]
-    for chunk in chunks:
-        chunk.requires_grad_(trainable)
     if trainable:
         chunks = wrap(chunks, provider, ddp_config)
     packs = decide_packing(config, uses_transformer_engine=settings.uses_transformer_engine)
@@ -63,7 +66,7 @@ def build_model(
     return model.train(trainable)
 
 
-def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: Head) -> None:
+def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: Head, *, trainable: bool) -> None:
     """Put a value head on the last stage's piece: zeros, or what the model's folder holds.
 
     Args:
@@ -71,13 +74,14 @@ def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: H
         provider: Of the model.
         config: Which model.
         head: ``value`` takes the place of the output layer.
+        trainable: False freezes it.
     """
     if head == "policy" or not piece.post_process:
         return
     value_head = nn.Linear(provider.hidden_size, 1, bias=False, dtype=provider.params_dtype)
     nn.init.zeros_(value_head.weight)
     read_value_head(value_head, Path(config.path))
-    setattr(piece, "output_layer" if head == "value" else VALUE_HEAD, value_head)
+    setattr(piece, "output_layer" if head == "value" else VALUE_HEAD, value_head.requires_grad_(trainable))
 
 
 def spare_padding_token(piece: Any, token: int) -> None:

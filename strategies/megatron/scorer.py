@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs, token_sum_squared_probs
+from verl_lightning.models.fingerprint import fingerprint
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.strategies.megatron.tokens import ModelTokens, Slicing
 from verl_lightning.strategies.megatron.vocab_parallel import VocabPart, sum_over_group, vocab_parallel_log_probs
+from verl_lightning.strategies.megatron.weights import exported_weights
 from verl_lightning.types import Scores, TokenBatch
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ class MegatronScorer(TokenScorer):
     @override
     def attention_cost(self) -> float:
         return self._skeleton[0].attention_cost
+
+    @override
+    def base_fingerprint(self) -> str:
+        return fingerprint(exported_weights(self, merges_adapters=False))
 
     @override
     @contextmanager

@@ -36,6 +36,7 @@ from verl_lightning.strategies.megatron.checkpoint import (
 )
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
+from verl_lightning.strategies.megatron.lora import exported_adapter
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
 from verl_lightning.strategies.megatron.provider import ModelSettings
@@ -259,6 +260,10 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @override
     def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
         return exported_weights(cast(MegatronScorer, model), merges_adapters=True)
+
+    @override
+    def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
+        return exported_adapter(cast(MegatronScorer, model))
 
     @override
     @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from verl_lightning.models.weights import base_name, is_adapter_name
-from verl_lightning.strategies.megatron.scorer import MegatronScorer
+
+if TYPE_CHECKING:
+    from verl_lightning.strategies.megatron.scorer import MegatronScorer
 
 
 def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -18,11 +18,19 @@ def base_fingerprint(backbone: nn.Module) -> str:
 
     The same weights stored in another type have the same fingerprint as long as no value was rounded.
     """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(base_weights(backbone)):
-        values = whole(parameter.detach()).flatten()
+    return fingerprint((name, whole(parameter.detach())) for name, parameter in base_weights(backbone))
+
+
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of whole weights in any order; holds one at a time."""
+    samples = []
+    for name, weight in weights:
+        values = weight.flatten()
         values = values[:: max(1, len(values) // SAMPLES)].float().cpu()
-        digest.update(f"{name}{list(parameter.shape)}".encode() + values.numpy().tobytes())
+        samples.append((name, f"{name}{list(weight.shape)}".encode() + values.numpy().tobytes()))
+    digest = hashlib.sha256()
+    for _, sample in sorted(samples):
+        digest.update(sample)
     return digest.hexdigest()[:32]
 
 

@@ -31,6 +31,7 @@ from verl_lightning.models.attention import (
     packing_obstacle,
 )
 from verl_lightning.models.config import ModelConfig, Packing
+from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
 from verl_lightning.models.packing import pack
@@ -132,6 +133,10 @@ class TokenScorer(nn.Module):
         heads = config.num_attention_heads
         width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         return float(config.num_hidden_layers * width / sum(weight.numel() for weight in self.parameters()))
+
+    def base_fingerprint(self) -> str:
+        """What tells the weights under adapters from others. Collective."""
+        return base_fingerprint(self.backbone)
 
     def weight_shapes(self) -> dict[str, list[int]]:
         """Shape of each whole weight, by name."""

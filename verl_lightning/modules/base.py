@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.fingerprint import base_fingerprint, with_frozen, without_frozen
+from verl_lightning.models.fingerprint import with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
@@ -110,7 +110,7 @@ class PostTrainingModule(LightningModule):
     def base_fingerprints(self) -> dict[str, str]:
         """What tells the frozen weights under each role's adapters from others; empty without adapters. Collective."""
         roles = {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}
-        return {name: base_fingerprint(r.backbone) for name, r in roles.items() if has_adapters(r.backbone)}
+        return {name: r.base_fingerprint() for name, r in roles.items() if has_adapters(r.backbone)}
 
     @property
     def contract(self) -> PostTrainingStrategy:
