@@ -8,7 +8,7 @@ STEPS ?= 80
 SEEDS ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-fast test-slow test-backends lint clean
+.PHONY: install run test test-fast test-slow test-backends lint docs clean
 
 install: $(VENV)/installed
 
@@ -39,6 +39,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venv-backends .venv-megatron build dist *.egg-info

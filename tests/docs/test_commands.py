@@ -1,0 +1,92 @@
+"""Each command that a page shows is read as the user's shell would read it: wrong keys, files and targets fail here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.toy import ParsedCLI
+from verl_lightning.cli import normalize_arguments
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md"), *ROOT.glob("docs/*.md")]
+NAMED_BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+OTHER_COMMANDS = ("ray", "migrate", "doctor")
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and command of each line that starts with a prompt, continued lines joined, without comments."""
+    found = []
+    for page in PAGES:
+        for block in CONSOLE.findall(page.read_text(encoding="utf-8")):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.relative_to(ROOT).as_posix(), line[2:]) for line in lines if line.startswith("$ ")]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A checkout's folders, with the files that pages tell the reader to write."""
+    for name in ("examples", "configs", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for page in PAGES:
+        for name, code in NAMED_BLOCK.findall(page.read_text(encoding="utf-8")):
+            (tmp_path / name).write_text(code)
+            monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_of_a_page_means_something(page, command):
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:  # environment variables
+        words.pop(0)
+    check = {"verl-fit": check_fit, "make": check_make, "python": check_python, "pip": check_pip}
+    if words[0] in check:
+        check[words[0]](words[1:])
+    else:
+        check_help([words[0]], words[1:])
+
+
+def check_fit(words: list[str]) -> None:
+    """Parsed and built, but not run."""
+    if words[0] in OTHER_COMMANDS:
+        own, _, passed_on = " ".join(words).partition(" -- ")
+        check_help(["verl-fit", words[0]], own.split()[1:])
+        if passed_on:
+            ParsedCLI(normalize_arguments(shlex.split(passed_on)))
+    elif words[-1] not in ("--help", "--version"):
+        ParsedCLI(normalize_arguments(words))
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words[0] in targets
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] != "-m":
+        check_help([sys.executable, words[0]], words[1:])
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
+        assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+
+
+def check_help(command: list[str], words: list[str]) -> None:
+    """The program's help knows each flag."""
+    scripts = Path(sys.executable).parent
+    start = [str(scripts / command[0]), *command[1:]]  # an absolute path stays as it is
+    done = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in words:
+        assert not word.startswith("--") or word.partition("=")[0] in done.stdout
