@@ -249,7 +249,7 @@ def child(arguments: argparse.Namespace, job: str, strategy: str, options: dict[
             run = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
         except subprocess.TimeoutExpired:
             return f"took more than {arguments.timeout} s"
-        return torch.load(out, weights_only=False) if out.exists() else run.stderr[-1500:]
+        return torch.load(out, weights_only=True) if out.exists() else run.stderr[-1500:]
 
 
 def compare(expected: dict[str, Any], actual: Any, precision: str) -> dict[str, Any]:
