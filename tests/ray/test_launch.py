@@ -105,4 +105,4 @@ def test_a_users_mistake_is_told_once(cluster_address, runs):
 
     assert "verl-fit ray: " in output
     assert "no.such" in output.rsplit("verl-fit ray: ", 1)[1]
-    assert "restart" not in output
+    assert "starting all workers again" not in output

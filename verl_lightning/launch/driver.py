@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl_lightning.launch.board import make_board
 from verl_lightning.launch.options import LaunchOptions, parse_launch
+from verl_lightning.launch.task import Task
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, require
 
 if TYPE_CHECKING:
     from ray.train import WorkerGroupError
-
-    from verl_lightning.launch.worker import Task
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,8 +51,6 @@ def run(options: LaunchOptions, demand: Demand, words: list[str]) -> None:
     """
     import ray
     from ray.train import WorkerGroupError
-
-    from verl_lightning.launch.worker import Task
 
     board = make_board()
     signal.signal(signal.SIGTERM, lambda *_: board.stop.remote("SIGTERM"))

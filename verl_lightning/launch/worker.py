@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,11 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from verl_lightning.cli import is_meant_for_user
-from verl_lightning.launch.board import Place, RunFolder
+from verl_lightning.launch.board import Place
 from verl_lightning.launch.reporter import Reporter, StoppedOnRequest, newest_checkpoint
+from verl_lightning.launch.task import Task
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What every worker is to do."""
-
-    words: list[str]
-    """The command line of `verl-fit`."""
-
-    folder: str
-    """The driver's working directory, which all nodes share."""
-
-    sys_path: list[str]
-    """The driver's, so that classes which a YAML file names are found."""
-
-    board: Any
-    """The run's `Board`."""
-
-    restart_of: RunFolder | None = None
-    """What an earlier attempt left; None for the first one, or if it left nothing."""
 
 
 class WorkerCLI(CLI):

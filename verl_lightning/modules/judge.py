@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
-from verl_lightning.rewards.pool import RewardConfig, RewardPool
+from verl_lightning.rewards.pool import RewardConfig, make_pool
 from verl_lightning.types import Rollout
 
 _OWN_COLUMNS = {"prompt", "data_source", "reward_model", "extra_info"}
@@ -54,7 +54,7 @@ class Verdict:
 
 
 class Judge:
-    """Scores rollouts with a reward function in worker processes.
+    """Scores rollouts with a reward function in workers.
 
     Args:
         config: The reward function and its limits.
@@ -62,7 +62,7 @@ class Judge:
     """
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._pool = RewardPool(config)
+        self._pool = make_pool(config)
         self._tokenizer = tokenizer
 
     def start(self) -> None:

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.process import WorkerProcess
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch
 from verl_lightning.rewards.wire import encode_line, encode_sample
+
+if TYPE_CHECKING:
+    from verl_lightning.rewards.ray_pool import RayRewardPool
 
 _START_SECONDS = 300.0  # to import the function's module, which may load a model
 
@@ -31,7 +34,11 @@ class RewardConfig:
     """Keyword arguments of the function, the same for every sample."""
 
     num_workers: int = 2
-    """Worker processes of each rank."""
+    """Workers of each rank: processes, or Ray actors with one CPU each."""
+
+    backend: Literal["processes", "ray"] = "processes"
+    """Where the workers run: ``processes`` on the rank's own machine, or ``ray`` anywhere in the Ray cluster, which
+    replaces those that die."""
 
     timeout: float = 30.0
     """Seconds that one sample may take. A sample that takes longer is left out, and its worker is killed."""
@@ -48,6 +55,37 @@ class RewardConfig:
             raise ValueError(f"`timeout` must be a positive number of seconds, got {self.timeout}.")
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"`max_error_share` must be between 0 and 1, got {self.max_error_share}.")
+        if self.backend not in ("processes", "ray"):
+            raise ValueError(f"`backend` must be `processes` or `ray`, got {self.backend!r}.")
+
+
+def make_pool(config: RewardConfig) -> RewardPool | RayRewardPool:
+    """The pool of a configuration's back end, not started yet."""
+    if config.backend == "processes":
+        return RewardPool(config)
+    from verl_lightning.rewards.ray_pool import RayRewardPool  # late: it needs this file
+
+    return RayRewardPool(config)
+
+
+def check_failures(config: RewardConfig, results: RewardResults) -> None:
+    """Stops a run whose reward function fails too often.
+
+    Args:
+        config: Has the share that may fail.
+        results: Of a batch, so far.
+
+    Raises:
+        RuntimeError: If more samples have failed.
+    """
+    if results.num_errors + results.num_timeouts <= config.max_error_share * len(results.rewards):
+        return
+    raise RuntimeError(
+        f"The reward `function: {config.function}` failed on {results.num_errors} of {len(results.rewards)} samples"
+        f" and ran out of time (`timeout: {config.timeout:g}`) on {results.num_timeouts}, which is more than"
+        f" `max_error_share: {config.max_error_share:g}` allows. Mend the function, or raise the share to"
+        f" leave such samples out. The first failure:\n{results.first_traceback}"
+    )
 
 
 class RewardPool:
@@ -194,12 +232,5 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = self._spawn()
 
     def _check_failures(self, batch: ScoringBatch) -> None:
-        if batch.num_failures <= self.config.max_error_share * len(batch.lines):
-            return
-        so_far = batch.results()
-        raise RuntimeError(
-            f"The reward `function: {self.config.function}` failed on {so_far.num_errors} of {len(batch.lines)} samples"
-            f" and ran out of time (`timeout: {self.config.timeout:g}`) on {so_far.num_timeouts}, which is more than"
-            f" `max_error_share: {self.config.max_error_share:g}` allows. Mend the function, or raise the share to"
-            f" leave such samples out. The first failure:\n{so_far.first_traceback}"
-        )
+        if batch.num_failures > self.config.max_error_share * len(batch.lines):
+            check_failures(self.config, batch.results())

@@ -1,0 +1,107 @@
+"""Reward functions in Ray actors give what local processes give, and outlive the death of an actor."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_lightning.ray.cluster import PlacementError
+from verl_lightning.rewards import RewardSample
+from verl_lightning.rewards.pool import RewardConfig, RewardPool, make_pool
+from verl_lightning.rewards.ray_pool import RayRewardPool, merge_results
+from verl_lightning.rewards.scoring import RewardResults
+
+FUNCTIONS = Path(__file__).with_name("reward_functions.py")
+starts_ray = pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
+
+
+def make_samples(count: int) -> list[RewardSample]:
+    fields = {"data_source": "test", "prompt": [], "extra_info": {}, "is_truncated": False}
+    return [RewardSample(response=str(index), ground_truth=None, **fields) for index in range(count)]
+
+
+def config_of(function: str, **changes: object) -> RewardConfig:
+    return RewardConfig(function=f"{FUNCTIONS}:{function}", backend="ray", **changes)
+
+
+@pytest.fixture
+def joined_cluster(cluster_address: str) -> Iterator[None]:
+    """This process is a driver of the cluster."""
+    import ray
+
+    ray.init(address=cluster_address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@starts_ray
+def test_actors_score_as_processes_do(joined_cluster):
+    samples = make_samples(40)
+    results = []
+    for backend in ("processes", "ray"):
+        pool = make_pool(RewardConfig(function=f"{FUNCTIONS}:picky", backend=backend, num_workers=2, max_error_share=1))
+        pool.start()
+        results.append(pool.score(samples))
+        pool.stop()
+
+    assert results[0].rewards == results[1].rewards
+    assert results[0].components == results[1].components
+    assert (
+        (results[0].num_errors, results[0].num_timeouts) == (results[1].num_errors, results[1].num_timeouts) == (4, 0)
+    )
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_killed_actor_is_replaced_and_its_samples_scored_again(joined_cluster, tmp_path):
+    marker = tmp_path / "killed"
+    pool = RayRewardPool(config_of("kills_its_actor_once", arguments={"marker": str(marker)}, num_workers=2))
+    pool.start()
+
+    results = pool.score(make_samples(32))
+    again = pool.score(make_samples(32))
+    pool.stop()
+
+    assert int(marker.read_text()) != os.getpid()
+    assert results.rewards == again.rewards == [float(index) for index in range(32)]
+    assert (results.num_errors, results.num_timeouts) == (0, 0)
+
+
+@pytest.mark.slow
+@starts_ray
+def test_refusals_reach_the_caller_as_themselves(joined_cluster):
+    with pytest.raises(PlacementError, match=re.escape("`reward.num_workers 5` needs 5 CPUs")):
+        RayRewardPool(config_of("picky", num_workers=5)).start()
+    with pytest.raises(ValueError, match="missing"):
+        RayRewardPool(config_of("missing")).start()
+    pool = RayRewardPool(config_of("picky", max_error_share=0.05))
+    pool.start()
+    with pytest.raises(RuntimeError, match="failed on 4 of 40"):
+        pool.score(make_samples(40))
+    pool.stop()
+
+
+def test_each_back_end_has_its_pool():
+    assert isinstance(make_pool(RewardConfig(function="gsm8k")), RewardPool)
+    assert isinstance(make_pool(RewardConfig(function="gsm8k", backend="ray")), RayRewardPool)
+    with pytest.raises(ValueError, match="`processes` or `ray`"):
+        RewardConfig(function="gsm8k", backend="threads")
+
+
+def test_parts_of_a_batch_are_put_together_in_order():
+    failed = RewardResults(rewards=[None], components={}, num_errors=1, num_timeouts=0, first_traceback="oh")
+    good = RewardResults(
+        rewards=[1.0, 2.0], components={"length": [3.0, None]}, num_errors=0, num_timeouts=0, first_traceback=None
+    )
+
+    merged = merge_results([failed, good], [1, 2])
+
+    assert merged.rewards == [None, 1.0, 2.0]
+    assert merged.components == {"length": [None, 3.0, None]}
+    assert (merged.num_errors, merged.first_traceback) == (1, "oh")

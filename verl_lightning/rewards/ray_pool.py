@@ -1,0 +1,127 @@
+"""Scores responses in Ray actors, anywhere in the cluster, behind the interface of the local pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from verl_lightning.ray.actors import Home, share_out, start_actors, stop_actors
+from verl_lightning.ray.cluster import Demand
+from verl_lightning.rewards.base import RewardSample
+from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures
+from verl_lightning.rewards.scoring import RewardResults
+from verl_lightning.rewards.wire import encode_sample
+
+_MAX_CHUNK = 16  # samples of one request
+
+
+class RewardActor:
+    """One reward worker of the cluster: a local pool of one process, so that a stuck function can be killed.
+
+    Args:
+        config: The function and its limits.
+        home: The caller's folder and modules.
+    """
+
+    def __init__(self, config: RewardConfig, home: Home) -> None:
+        home.enter()
+        # The share of failures is judged over the whole batch, by the caller.
+        self._pool = RewardPool(dataclasses.replace(config, num_workers=1, max_error_share=1.0))
+        self._is_ready = False
+
+    def ready(self) -> None:
+        """Starts the process, unless it runs.
+
+        Raises:
+            ValueError: If the function does not import.
+        """
+        if not self._is_ready:
+            self._pool.start()
+            self._is_ready = True
+
+    def score(self, samples: Sequence[RewardSample]) -> RewardResults:
+        """Scores some samples of a batch."""
+        self.ready()  # again, if Ray has replaced this actor
+        return self._pool.score(samples)
+
+
+class RayRewardPool:
+    """Ray actors of one CPU each that share out the samples of each batch.
+
+    Like `RewardPool`, which each actor runs: a sample whose function fails gets no reward. An actor that dies is
+    replaced and its samples are scored again, once for each.
+
+    Args:
+        config: The function and its limits.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self._actors: list[Any] = []
+
+    def start(self) -> None:
+        """Starts the actors and waits until each has imported the function.
+
+        Raises:
+            ValueError: If the function does not import or does not take the arguments.
+            PlacementError: If the cluster has no room.
+            RuntimeError: If the pool is started already.
+        """
+        if self._actors:
+            raise RuntimeError("`RayRewardPool.start` was called twice. Call `stop` in between.")
+        demand = Demand(option="reward.num_workers", count=self.config.num_workers, cpus=1.0)
+        self._actors = start_actors(RewardActor, demand, self.config, Home.here())
+
+    def score(self, samples: Sequence[RewardSample]) -> RewardResults:
+        """Scores a batch.
+
+        Args:
+            samples: Any number, also none.
+
+        Returns:
+            One reward a sample, in order; None for samples to leave out.
+
+        Raises:
+            RuntimeError: If more than ``max_error_share`` of the samples fail, or before ``start``.
+            TypeError: If a sample holds a value that JSON can't express.
+        """
+        if not self._actors:
+            raise RuntimeError("`RayRewardPool.score` needs running actors. Call `start` first.")
+        size = max(1, min(_MAX_CHUNK, len(samples) // (4 * len(self._actors))))
+        chunks = [samples[start : start + size] for start in range(0, len(samples), size)]
+        costs = [float(sum(len(encode_sample(sample)) for sample in chunk)) for chunk in chunks]
+        parts = share_out(self._actors, costs, lambda actor, index: actor.score.remote(chunks[index]))
+        results = merge_results(parts, [len(chunk) for chunk in chunks])
+        check_failures(self.config, results)
+        return results
+
+    def stop(self) -> None:
+        """Ends the actors. Does nothing if there are none; ``start`` may follow."""
+        stop_actors(self._actors)
+        self._actors = []
+
+
+def merge_results(parts: Sequence[RewardResults], sizes: Sequence[int]) -> RewardResults:
+    """The results of a batch from those of its parts.
+
+    Args:
+        parts: In the order of the samples.
+        sizes: Samples of each part.
+    """
+    names = dict.fromkeys(name for part in parts for name in part.components)
+    columns = {
+        name: [value for part, size in zip(parts, sizes, strict=True) for value in _column(part, name, size)]
+        for name in names
+    }
+    return RewardResults(
+        rewards=[reward for part in parts for reward in part.rewards],
+        components=columns,
+        num_errors=sum(part.num_errors for part in parts),
+        num_timeouts=sum(part.num_timeouts for part in parts),
+        first_traceback=next((part.first_traceback for part in parts if part.first_traceback), None),
+    )
+
+
+def _column(part: RewardResults, name: str, size: int) -> list[float | None]:
+    return part.components.get(name, [None] * size)
