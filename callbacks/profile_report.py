@@ -178,14 +178,14 @@ def _html_part(part: Interval, record: StepRecord, color: str, label: str) -> st
     wall = record.end - record.start
     left, width = 100 * (part.start - record.start) / wall, 100 * (part.end - part.start) / wall
     tip = html.escape(f"{part.name}: {1000 * (part.end - part.start):.4g} ms", quote=True)
-    shown = html.escape(label) if width > 5 else ""
+    shown = html.escape(label) if width > 0.75 * len(label) else ""
     return f'<div style="left:{left:.3f}%;width:{width:.3f}%;background:{color}" title="{tip}">{shown}</div>'
 
 
 def _cells(row: Row) -> list[str]:
     return [
         row.name,
-        f"{row.seconds:.4g}",
+        f"{row.seconds:.4f}",
         f"{row.share:.1%}",
         "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
         "" if row.mfu is None else f"{row.mfu:.1%}",

@@ -290,7 +290,7 @@ class ProfilerCallback(Callback):
         if not self.records:
             return
         assert isinstance(module, PostTrainingModule)
-        title = f"{type(module).__name__}, rank {self._rank}: step {', '.join(str(r.step) for r in self.records)}"
+        title = f"{type(module).__name__}, rank {self._rank}: steps {', '.join(str(r.step) for r in self.records)}"
         rows = summary_rows(self.records, {work.phase: work.name for work in module.work})
         timeline = self._path / f"timeline_rank={self._rank}.html"
         timeline.write_text(timeline_page(self.records, rows, title), encoding="utf-8")

@@ -250,6 +250,9 @@ class CheckpointClock(Profiler):
     def teardown(self, stage: str | None) -> None:
         self.profiler.teardown(stage)
 
+    def __del__(self) -> None:
+        """Leaves the other profiler alone, which Lightning's base class would tear down."""
+
 
 def users_profiler(trainer: Trainer) -> Profiler:
     """The profiler that the user gave to the Trainer."""
