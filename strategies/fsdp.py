@@ -25,6 +25,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn
+from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
 from verl_lightning.strategies.fsdp_checkpoint import (
     is_sharded,
     load_sharded_model,
@@ -259,6 +260,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
+        refuse_megatron_folder(path)
         if not is_sharded(path):
             checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return checkpoint

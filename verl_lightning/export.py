@@ -21,6 +21,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY
+from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 
 Role = Literal["actor", "critic"]
@@ -141,6 +142,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If there is none, or it is not one of ours.
     """
+    refuse_megatron_folder(path)
     if path.is_dir() and is_sharded(path):
         checkpoint = read_whole(path, weights_only=True)
     elif path.is_file():

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
+from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
 KILLED_WRITER = """
@@ -93,6 +94,14 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, tiny_folder, promp
     torch.save(checkpoint, saved)
     with pytest.raises(ValueError, match="not a checkpoint of a verl_lightning module; give one that `fit` wrote"):
         resume(tmp_path, tiny_folder, prompt_file, saved)
+
+
+@pytest.mark.parametrize("read", [AtomicCheckpointIO().load_checkpoint, FSDPStrategy().load_checkpoint])
+def test_a_folder_of_megatrons_is_refused_with_the_way_out(tmp_path, read):
+    (tmp_path / "megatron_meta.pt").touch()
+
+    with pytest.raises(ValueError, match="only `megatron` reads it.*write a folder with `HFCheckpoint`"):
+        read(tmp_path)
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path, tiny_folder, prompt_file):
