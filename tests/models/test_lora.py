@@ -23,6 +23,8 @@ from verl_lightning.models.hf_folder import atomic_folder
 from verl_lightning.models.lora import adapter_weights, describe_trainable, peft_config, write_adapter
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
+from verl_lightning.modules import SFTModule
+from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.types import TokenBatch
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -265,6 +267,15 @@ def test_an_adapter_is_not_taken_for_a_model(adapter_folder):
 def test_bad_names_are_refused_before_training(tiny_folder, lora, message):
     with pytest.raises(ValueError, match=message):
         lora_scorer(tiny_folder, **lora)
+
+
+def test_a_model_that_samples_nothing_has_no_engine_to_send_adapters_to(tiny_folder):
+    config = make_model_config(tiny_folder, lora=LoraConfig(merge_for_rollout=False))
+
+    with pytest.raises(ValueError, match=r"`actor\.lora\.merge_for_rollout` has no effect"):
+        SFTModule(config)
+    with pytest.raises(ValueError, match=r"`critic\.model\.lora\.merge_for_rollout` has no effect"):
+        CriticConfig(model=config)
 
 
 def test_excluded_modules_get_no_adapter(tiny_folder):

@@ -58,6 +58,20 @@ class LoraConfig:
             )
 
 
+def check_no_rollout(lora: LoraConfig | None, name: str) -> None:
+    """Refuse a rollout's option for a model that samples nothing.
+
+    Args:
+        lora: Adapters of the model.
+        name: The user's name of them.
+
+    Raises:
+        ValueError: If the option is set.
+    """
+    if lora is not None and not lora.merge_for_rollout:
+        raise ValueError(f"`{name}.merge_for_rollout` has no effect: this model samples nothing. Leave it out.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW and its learning-rate schedule; a step is one ``trainer.global_step``."""

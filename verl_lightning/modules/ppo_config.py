@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_lightning.functional.normalizer import Aggregation
-from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.config import ModelConfig, check_no_rollout
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
 
@@ -113,6 +113,8 @@ class CriticConfig:
             raise ValueError(f"`critic.value_clip` must be above 0, got {self.value_clip}.")
         if self.epochs < 1:
             raise ValueError(f"`critic.epochs` must be at least 1, got {self.epochs}.")
+        if self.model is not None:
+            check_no_rollout(self.model.lora, "critic.model.lora")
         if self.model is None and self.warmup_steps:
             raise ValueError("`critic.warmup_steps` needs a critic of its own: set `critic.model`, or leave it at 0.")
         if self.model is not None and self.shared_coef != type(self).shared_coef:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric, MetricTable, masked_mean
-from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.config import ModelConfig, check_no_rollout
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.micro_batches import BatchSplitter
@@ -38,6 +38,7 @@ class SFTModule(PostTrainingModule):
 
     def __init__(self, actor: ModelConfig, max_tokens_per_micro_batch: int | None = None) -> None:
         super().__init__(actor)
+        check_no_rollout(actor.lora, "actor.lora")
         if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < 1:
             raise ValueError(f"`max_tokens_per_micro_batch` must be at least 1, got {max_tokens_per_micro_batch}.")
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
