@@ -1,8 +1,11 @@
 """Callbacks: what can be swapped or left out of a run."""
 
+from verl_lightning.callbacks.health import HealthCheck, HealthMonitor
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
+from verl_lightning.callbacks.numa import NumaAffinity
 from verl_lightning.callbacks.profiler import ProfilerCallback, StepRange
 from verl_lightning.callbacks.progress import PhaseProgressBar
+from verl_lightning.callbacks.ray_rollout import RayRollout
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
 from verl_lightning.callbacks.samples_table import SamplesTable
@@ -11,8 +14,12 @@ from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 __all__ = [
     "HFCheckpoint",
     "HFRollout",
+    "HealthCheck",
+    "HealthMonitor",
+    "NumaAffinity",
     "PhaseProgressBar",
     "ProfilerCallback",
+    "RayRollout",
     "ResumeWandb",
     "RolloutCallback",
     "SamplesTable",
