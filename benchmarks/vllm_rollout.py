@@ -144,7 +144,7 @@ class Meter(Callback):
         tokens = [{"prompt_token_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]
         requests = [request for request in tokens for _ in range(sampling.num_samples)]
         options = {"max_tokens": sampling.max_new_tokens, "temperature": 1.0, "logprobs": 0, "detokenize": False,
-                   "ignore_eos": True, "stop_token_ids": engine.eos_token_ids}  # fmt: skip
+                   "ignore_eos": True, "stop_token_ids": engine.config.eos_token_ids}  # fmt: skip
 
         def ours() -> int:
             return int(engine.generate(prompts, sampling).response_mask.sum())

@@ -122,7 +122,6 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
-        assert self._engine is not None
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
                 self.sync_weights(module)
@@ -135,7 +134,12 @@ class RolloutCallback(Callback):
         ]
         prompts = Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
         with module.phase("gen"):
-            return self._engine.generate(prompts, sampling)
+            return self._generate(module, prompts, sampling)
+
+    def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+        """The engine's answers."""
+        assert self._engine is not None
+        return self._engine.generate(prompts, sampling)
 
 
 def sends_adapters(module: PostTrainingModule) -> bool:
@@ -151,6 +155,9 @@ class HFRollout(RolloutCallback):
         sampling: How training responses are sampled.
         val_sampling: How validation and test responses are sampled.
         batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
+
+    Raises:
+        ValueError: If an option of the sampling needs vLLM.
     """
 
     def __init__(
@@ -160,6 +167,12 @@ class HFRollout(RolloutCallback):
         batch_size: int = 1024,
     ) -> None:
         super().__init__(sampling, val_sampling)
+        for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
+            if each.stop or each.guide is not None:
+                raise ValueError(
+                    f"`rollout.{name}` sets `stop` or `guide`, which `HFRollout` doesn't know. Take it out, or sample"
+                    " with `VLLMRollout`."
+                )
         self.batch_size = batch_size
 
     @override

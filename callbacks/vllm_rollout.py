@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
@@ -16,9 +19,13 @@ from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.vllm import LogProbsMode, VLLMEngine
+from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
+from verl_lightning.rollout.vllm import VLLMEngine
+from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, VLLMConfig
 from verl_lightning.seeding import derive_seed
 from verl_lightning.types import Rollout
+
+T = TypeVar("T")
 
 CANARY_PROMPTS = 4
 CANARY_TOKENS = 16
@@ -40,6 +47,8 @@ class VLLMRollout(RolloutCallback):
         sleeps: Whether the engine gives its GPU memory back while the policy learns.
         canary_limit: Largest gap, in nats per token. In bfloat16 a healthy gap is about 0.01, in float32 below 0.0001.
         deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
+        beside: Run each engine in a process of its own, on GPUs that the trainer leaves alone. A dead one is replaced
+            by a new one with the current weights, and what it was asked is asked anew. None shares the trainer's GPUs.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -56,6 +65,7 @@ class VLLMRollout(RolloutCallback):
         sleeps: bool = True,
         canary_limit: float = 0.05,
         deadline: float = 1800.0,
+        beside: BesideConfig | None = None,
     ) -> None:
         super().__init__(sampling, val_sampling)
         if not 0 < gpu_memory_utilization <= 1:
@@ -69,6 +79,8 @@ class VLLMRollout(RolloutCallback):
         self.sleeps = sleeps
         self.canary_limit = canary_limit
         self.deadline = deadline
+        self.beside = beside
+        self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
         self._canary_gap = 0.0
@@ -76,11 +88,18 @@ class VLLMRollout(RolloutCallback):
     takes_adapters = True
 
     @override
-    def make_engine(self, module: PostTrainingModule) -> VLLMEngine:
+    def make_engine(self, module: PostTrainingModule) -> VLLMEngine | ProcessEngine:
         self._canary = None
+        self._num_restarts = 0
+        config = self._engine_config(module)
+        if self.beside is None:
+            return VLLMEngine(config)
+        return ProcessEngine(config, gpu=engine_gpu(self.beside, module.trainer))
+
+    def _engine_config(self, module: PostTrainingModule) -> VLLMConfig:
         lora = module.policy_config.lora
-        return VLLMEngine(
-            module.policy_config.path,
+        return VLLMConfig(
+            path=module.policy_config.path,
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
             max_model_len=self._max_model_len(module.trainer),
@@ -90,6 +109,7 @@ class VLLMRollout(RolloutCallback):
             gpu_memory_utilization=self.gpu_memory_utilization,
             enforce_eager=self.enforce_eager,
             deadline=self.deadline,
+            makes_text=any(each.stop or each.guide is not None for each in (self.sampling, self.val_sampling)),
         )
 
     @override
@@ -106,13 +126,13 @@ class VLLMRollout(RolloutCallback):
         self._rest()
 
     @property
-    def _vllm(self) -> VLLMEngine:
-        assert isinstance(self._engine, VLLMEngine)
+    def _vllm(self) -> VLLMEngine | ProcessEngine:
+        assert isinstance(self._engine, VLLMEngine | ProcessEngine)
         return self._engine
 
     def _rest(self) -> None:
         """Make room for the trainer until the next sync."""
-        if self.sleeps:
+        if self.sleeps and self.beside is None:
             self._vllm.sleep()
             self._weights_step = -1  # sleep forgets the weights
 
@@ -123,11 +143,42 @@ class VLLMRollout(RolloutCallback):
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
-                self.sync_weights(module)
+                self._attempt(module, lambda: self.sync_weights(module))
             self._weights_step = trainer.global_step
             with module.phase("canary"):
                 self._check_canary(module, batch, trainer.global_step)
         return super()._sample(trainer, module, batch, sampling, purpose)
+
+    @override
+    def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+        return self._attempt(module, lambda: self._vllm.generate(prompts, sampling))
+
+    def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
+        """What some work of the engine yields; done anew, on all ranks, when one of the engines died. Collective.
+
+        Raises:
+            RuntimeError: If engines died more often than `BesideConfig.max_restarts`.
+        """
+        if self.beside is None:
+            return work()
+        while True:
+            death = None
+            try:
+                result = work()
+            except EngineDiedError as error:
+                death = error
+            num_deaths = module.contract.sum_over_data_parallel(
+                torch.tensor(float(death is not None)).to(module.device)
+            )
+            if num_deaths == 0:
+                return result
+            self._num_restarts += int(num_deaths)
+            if self._num_restarts > self.beside.max_restarts:
+                raise RuntimeError(restarts_message(self._num_restarts, self.beside.max_restarts)) from death
+            if death is not None:
+                warnings.warn(f"{death} A new one takes its place.", stacklevel=2)
+                self._vllm.start(module.device)
+            self.sync_weights(module)
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:
@@ -147,8 +198,10 @@ class VLLMRollout(RolloutCallback):
             seeds = [[derive_seed("canary", row)] for row in range(len(ids))]
             self._canary = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
         tokens = min(CANARY_TOKENS, self.sampling.max_new_tokens)
-        sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens)
-        rollout = self._vllm.generate(self._canary, sampling)
+        # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
+        sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens, guide=None)
+        canary = self._canary
+        rollout = self._attempt(module, lambda: self._vllm.generate(canary, sampling))
         self._vllm.drop_caches()  # a resumed run may have other canaries, and must find the same cache
         self._canary_gap = log_prob_gap(module, rollout)
         if not self._canary_gap <= self.canary_limit:
@@ -192,6 +245,30 @@ def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
     sums = torch.stack([masked_sum(differences, mask), mask.sum().to(differences.dtype)])
     total, count = module.contract.sum_over_data_parallel(sums)
     return float(total / count)
+
+
+def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
+    """The GPU of this process's engine.
+
+    Raises:
+        MisconfigurationException: If it was given none.
+    """
+    if not beside.gpus:
+        return None
+    if trainer.local_rank >= len(beside.gpus):
+        raise MisconfigurationException(
+            f"`rollout.beside.gpus` names {len(beside.gpus)} GPUs, but this node has a training process with local rank"
+            f" {trainer.local_rank}. Name one for each."
+        )
+    return beside.gpus[trainer.local_rank]
+
+
+def restarts_message(num_deaths: int, limit: int) -> str:
+    """Why a run stops whose engines keep dying."""
+    return (
+        f"engines died {num_deaths} times, but `rollout.beside.max_restarts` is {limit}. What they wrote stands above;"
+        " the usual cause is memory: lower `rollout.gpu_memory_utilization`, or look for the kernel's OOM killer."
+    )
 
 
 def gap_message(gap: float, limit: float, step: int) -> str:

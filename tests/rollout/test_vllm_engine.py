@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -117,7 +119,7 @@ def test_a_response_ends_with_its_end_token(engine, monkeypatch):
     unended = engine.generate(make_prompts(), GREEDY)
     end = int(unended.response_ids[1, 3])
     length = unended.response_ids[1].tolist().index(end) + 1
-    monkeypatch.setattr(engine, "eos_token_ids", [end])
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, eos_token_ids=[end]))
 
     rollout = engine.generate(make_prompts(), GREEDY)
 
@@ -129,7 +131,7 @@ def test_a_response_ends_with_its_end_token(engine, monkeypatch):
 
 def test_a_late_response_is_named_and_leaves_the_engine_usable(engine, monkeypatch):
     expected = engine.generate(make_prompts(), GREEDY)
-    monkeypatch.setattr(engine, "deadline", 1e-6)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, deadline=1e-6))
     with pytest.raises(TimeoutError, match=r"3 of 3 .* that to prompt 0, sample 0"):
         engine.generate(make_prompts(), GREEDY)
     monkeypatch.undo()

@@ -9,12 +9,15 @@ import sys
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_trainer
-from verl_lightning.callbacks import VLLMRollout
-from verl_lightning.callbacks.vllm_rollout import engine_dtype, log_probs_mode
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.callbacks import HFRollout, VLLMRollout
+from verl_lightning.callbacks.vllm_rollout import engine_dtype, engine_gpu, log_probs_mode
+from verl_lightning.rollout.base import Guide, SamplingConfig
+from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.vllm import launcher
+from verl_lightning.rollout.vllm_config import BesideConfig, VLLMConfig
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,30 @@ def test_a_single_process_on_another_gpu_is_refused():
     with pytest.raises(MisconfigurationException, match="uses cuda:1.*`CUDA_VISIBLE_DEVICES=1`"):
         launcher(torch.device("cuda", 1))
     assert launcher(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BesideConfig(gpus=[1, 1]), r"`gpus` must name a GPU of its own for each local rank, got \[1, 1\]"),
+        (lambda: BesideConfig(max_restarts=-1), "`max_restarts` must not be negative, got -1"),
+        (lambda: Guide(), r"must set one of `regex`, `choice`, `json` and `grammar`, got none"),
+        (lambda: Guide(regex="a", json="{}"), r"`grammar`, got \['regex', 'json'\]"),
+        (lambda: SamplingConfig(stop=[""]), r"`stop` must list texts that are not empty, got \[''\]"),
+        (lambda: HFRollout(SamplingConfig(stop=["x"])), r"`rollout.sampling` sets `stop` or `guide`.*`VLLMRollout`"),
+    ],
+)
+def test_bad_values_of_vllm_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_engines_beside_the_trainer_need_gpus_of_their_own():
+    engine = ProcessEngine(VLLMConfig(path="", eos_token_ids=[1], pad_token_id=0, max_model_len=9), gpu=1)
+
+    with pytest.raises(MisconfigurationException, match=r"run on GPU 1, on which the trainer runs.*rollout.beside"):
+        engine.start(torch.device("cuda", 1))
+    assert engine_gpu(BesideConfig(gpus=[3]), Trainer(accelerator="cpu", logger=False)) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

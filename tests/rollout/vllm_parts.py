@@ -13,6 +13,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.rollout.base import Prompts
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.vllm import VLLMEngine
+from verl_lightning.rollout.vllm_config import VLLMConfig
 
 EOS, PAD = 1, 0
 
@@ -31,8 +32,13 @@ def write_sharp_folder(path: Path) -> Path:
 
 def make_vllm_engine(folder: Path, **changes) -> VLLMEngine:
     """An engine of 64 tokens in float32, not started."""
+    return VLLMEngine(make_vllm_config(folder, **changes))
+
+
+def make_vllm_config(folder: Path, **changes) -> VLLMConfig:
+    """Of 64 tokens in float32."""
     options = {"eos_token_ids": [EOS], "pad_token_id": PAD, "max_model_len": 64, "dtype": "float32"}
-    return VLLMEngine(str(folder), enforce_eager=True, **options | changes)
+    return VLLMConfig(path=str(folder), enforce_eager=True, **options | changes)
 
 
 def make_hf_engine(folder: Path) -> HFEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -11,6 +11,31 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from verl_lightning.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """A form that responses are held to, by allowing no token that would leave it.
+
+    The engine's log-probs are then those among the allowed tokens, above the trainer's. Set one field.
+    """
+
+    regex: str = ""
+    """The whole response matches this regular expression."""
+
+    choice: list[str] = field(default_factory=list)
+    """The response is one of these."""
+
+    json: str = ""
+    """The response is JSON of this schema, itself written in JSON."""
+
+    grammar: str = ""
+    """The response is a sentence of this grammar, in extended Backus-Naur form."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("regex", "choice", "json", "grammar") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"`guide` must set one of `regex`, `choice`, `json` and `grammar`, got {given or 'none'}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +57,12 @@ class SamplingConfig:
     top_k: int = 0
     """Sample from this many most probable tokens; 0 from all."""
 
+    stop: list[str] = field(default_factory=list)
+    """Texts after which a response ends, besides its end token. Needs vLLM."""
+
+    guide: Guide | None = None
+    """What a response must look like; None leaves it free. Needs vLLM."""
+
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ValueError(f"`num_samples` must be at least 1, got {self.num_samples}.")
@@ -41,13 +72,15 @@ class SamplingConfig:
             raise ValueError(f"`temperature` must not be negative, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must lie in (0, 1], got {self.top_p}.")
+        if not all(self.stop):
+            raise ValueError(f"`stop` must list texts that are not empty, got {self.stop}.")
         if self.top_k < 0:
             raise ValueError(f"`top_k` must not be negative (0 samples from all tokens), got {self.top_k}.")
 
     @property
     def is_truncated(self) -> bool:
         """Whether some tokens can never be sampled."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.guide is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,21 +5,23 @@ One engine a process, without tensor parallelism.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.completions import Completion, request_name, to_rollout
+from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.types import Rollout
 
 CPU_CACHE_BYTES = 2**30
@@ -27,8 +29,6 @@ CPU_CACHE_BYTES = 2**30
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks of adapters that vLLM can be told."""
-
-LogProbsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
 class VLLMEngine:
@@ -38,44 +38,11 @@ class VLLMEngine:
     neither batch nor rank, up to rounding. Tokens go in and come out as ids; text is never made.
 
     Args:
-        path: Hugging Face folder of the policy; its weights are not read, `load_weights` brings them.
-        eos_token_ids: Tokens that end a response.
-        pad_token_id: Fills the end of shorter responses.
-        max_model_len: Longest prompt and response together, in tokens; None is what the model can read.
-        dtype: Type of weights and activations, such as ``bfloat16``.
-        log_probs_mode: ``processed_logprobs`` are at the sampling temperature, after top-p and top-k; ``raw_logprobs``
-            at temperature 1, over the whole vocabulary.
-        gpu_memory_utilization: Share of a GPU's memory for weights and key-value cache, in ``(0, 1]``.
-        enforce_eager: Do without CUDA graphs and compilation.
-        lora_rank: Take adapters of this rank from `load_adapter`, beside base weights that vLLM reads from ``path``.
-            None takes whole weights from `load_weights`.
-        deadline: Most seconds of one `generate`.
+        config: What the engine is started with.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        eos_token_ids: list[int],
-        pad_token_id: int,
-        max_model_len: int | None,
-        dtype: str = "bfloat16",
-        log_probs_mode: LogProbsMode = "processed_logprobs",
-        gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool = False,
-        lora_rank: int | None = None,
-        deadline: float = 1800.0,
-    ) -> None:
-        self.path = path
-        self.eos_token_ids = eos_token_ids
-        self.pad_token_id = pad_token_id
-        self.max_model_len = max_model_len
-        self.dtype = dtype
-        self.log_probs_mode = log_probs_mode
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.enforce_eager = enforce_eager
-        self.lora_rank = lora_rank
-        self.deadline = deadline
+    def __init__(self, config: VLLMConfig) -> None:
+        self.config = config
         self._llm: Any = None
         self._adapter: Any = None
         self._device = torch.device("cpu")
@@ -93,7 +60,7 @@ class VLLMEngine:
         self._owns_process_group = not dist.is_initialized()
         set_num_threads = torch.set_num_threads
         with isolate_rng():
-            self._llm = vllm.LLM(model=self.path, **self._llm_options())
+            self._llm = vllm.LLM(model=self.config.path, **self._llm_options())
         torch.set_num_threads = set_num_threads  # vLLM replaces it on CPUs, for the whole process
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -142,7 +109,7 @@ class VLLMEngine:
         """Give weights and cache back to the device until they are loaded next; does nothing on a CPU."""
         if self._device.type == "cuda":
             # Weights that are sent anew are forgotten; a base that is not waits in the host's memory.
-            self._running.sleep(level=2 if self.lora_rank is None else 1)
+            self._running.sleep(level=2 if self.config.lora_rank is None else 1)
             self._is_asleep = True
 
     @torch.no_grad()
@@ -154,11 +121,22 @@ class VLLMEngine:
             RuntimeError: If the engine is asleep.
             TimeoutError: If some responses are not finished after `deadline` seconds.
         """
+        answers = dict(self.stream(prompts, sampling))
+        completions = [answers[row] for row in range(len(answers))]
+        return to_rollout(prompts, sampling, completions, pad_token_id=self.config.pad_token_id)
+
+    def stream(self, prompts: Prompts, sampling: SamplingConfig) -> Iterator[tuple[int, Completion]]:
+        """Each row of the rollout with its answer, as they are finished; raises what `generate` does."""
         if self._is_asleep:
             raise RuntimeError("the engine is asleep and has no weights. Call `load_weights` first.")
-        requests = self._add_requests(prompts, sampling)
-        outputs = self._finish(requests)
-        return self._to_rollout(prompts, sampling, [outputs[request] for request in requests])
+        engine, late = self._running.llm_engine, self._add_requests(prompts, sampling)
+        start = time.monotonic()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                yield late.pop(output.request_id), _completion(output.outputs[0])
+            if late and time.monotonic() - start > self.config.deadline:
+                engine.abort_request(list(late))
+                raise TimeoutError(late_message(prompts, late.values(), self.config.deadline))
 
     def stop(self) -> None:
         """Give back all memory; may be called twice."""
@@ -183,59 +161,67 @@ class VLLMEngine:
         """Arguments of ``vllm.LLM``."""
         is_cuda = self._device.type == "cuda"
         memory = (
-            {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": True}
+            {"gpu_memory_utilization": self.config.gpu_memory_utilization, "enable_sleep_mode": True}
             if is_cuda
             else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         )
         sources = memory | self._weights_options()
         return sources | {
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "enforce_eager": self.enforce_eager,
-            "logprobs_mode": self.log_probs_mode,
+            "dtype": self.config.dtype,
+            "max_model_len": self.config.max_model_len,
+            "enforce_eager": self.config.enforce_eager,
+            "logprobs_mode": self.config.log_probs_mode,
             "distributed_executor_backend": launcher(self._device),
             "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not self.config.makes_text,
             "enable_prefix_caching": True,
         }
 
     def _weights_options(self) -> dict[str, Any]:
         """Where weights come from."""
-        if self.lora_rank is None:
+        if self.config.lora_rank is None:
             return {"load_format": "dummy"}
-        ranks = [rank for rank in LORA_RANKS if rank >= self.lora_rank]
+        ranks = [rank for rank in LORA_RANKS if rank >= self.config.lora_rank]
         if not ranks:
-            raise ValueError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at the most, got {self.lora_rank}.")
+            raise ValueError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at the most, got {self.config.lora_rank}.")
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0]}
 
-    def _add_requests(self, prompts: Prompts, sampling: SamplingConfig) -> list[str]:
-        """Hand over one request for each response; returns their names, in the order of the rollout's rows."""
+    def _add_requests(self, prompts: Prompts, sampling: SamplingConfig) -> dict[str, int]:
+        """Hand over one request for each response; returns the rollout's row of each."""
         engine, params = self._running.llm_engine, importlib.import_module("vllm").SamplingParams
         self._check_length(int(prompts.prompt_mask.sum(-1).max()), sampling.max_new_tokens)
+        options = self._sampling_options(sampling)
+        tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
+        seeds = [seed for samples in prompts.seeds for seed in samples]
+        for row, seed in enumerate(seeds):
+            engine.add_request(
+                str(row),
+                {"prompt_token_ids": tokens[row // sampling.num_samples]},
+                params(seed=seed, **options),
+                lora_request=self._adapter,
+            )
+        return {str(row): row for row in range(len(seeds))}
+
+    def _sampling_options(self, sampling: SamplingConfig) -> dict[str, Any]:
+        """Arguments of ``vllm.SamplingParams``, but for the seed."""
+        module = importlib.import_module("vllm.sampling_params")
         options = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "stop_token_ids": self.eos_token_ids,
+            "stop_token_ids": self.config.eos_token_ids,
             "ignore_eos": True,  # the model's own end token; ours are in `stop_token_ids`
             "logprobs": 0,  # of the sampled token alone
             "flat_logprobs": True,
-            "detokenize": False,
-            "output_kind": importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+            "detokenize": bool(sampling.stop),
+            "stop": sampling.stop,
+            "output_kind": module.RequestOutputKind.FINAL_ONLY,
         }
-        names = []
-        tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
-        for row, seeds in enumerate(prompts.seeds):
-            for sample, seed in enumerate(seeds):
-                names.append(f"prompt {row}, sample {sample}")
-                engine.add_request(
-                    names[-1],
-                    {"prompt_token_ids": tokens[row]},
-                    params(seed=seed, **options),
-                    lora_request=self._adapter,
-                )
-        return names
+        if sampling.guide is not None:
+            guide = {name: value for name, value in dataclasses.asdict(sampling.guide).items() if value}
+            options["structured_outputs"] = module.StructuredOutputsParams(**guide)
+        return options
 
     def _check_length(self, prompt: int, response: int) -> None:
         limit = self._running.llm_engine.model_config.max_model_len
@@ -245,46 +231,20 @@ class VLLMEngine:
                 " Lower `data.max_prompt_length` or `rollout.sampling.max_new_tokens`."
             )
 
-    def _finish(self, names: list[str]) -> dict[str, Any]:
-        """Each request's completion, once all are there."""
-        engine, outputs = self._running.llm_engine, {}
-        start = time.monotonic()
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                outputs[output.request_id] = output.outputs[0]
-            if time.monotonic() - start > self.deadline and (late := [name for name in names if name not in outputs]):
-                engine.abort_request(late)
-                raise TimeoutError(
-                    f"{len(late)} of {len(names)} responses were not finished after `rollout.deadline` ="
-                    f" {self.deadline:g} s; the first is that to {late[0]} of this rank's batch. Sample shorter or"
-                    " fewer responses, give the engine more memory, or raise the deadline."
-                )
-        return outputs
 
-    def _to_rollout(self, prompts: Prompts, sampling: SamplingConfig, completions: list[Any]) -> Rollout:
-        """Rows padded to the longest response, on the prompts' device."""
-        device = prompts.prompt_ids.device
-        tokens = [torch.tensor(completion.token_ids) for completion in completions]
-        log_probs = [torch.tensor(completion.logprobs.logprobs) for completion in completions]
-        lengths = torch.tensor([len(row) for row in tokens], device=device)
-        pad = torch.nn.utils.rnn.pad_sequence
-        response_ids = pad(tokens, batch_first=True, padding_value=self.pad_token_id).to(device)
-        response_mask = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]
-        prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(sampling.num_samples)
-        return Rollout(
-            input_ids=torch.cat([prompts.prompt_ids[prompt_index], response_ids], 1),
-            attention_mask=torch.cat([prompts.prompt_mask[prompt_index], response_mask], 1),
-            response_mask=response_mask,
-            temperature=sampling.temperature or 1.0,
-            rollout_log_probs=pad(log_probs, batch_first=True).to(device),
-            is_truncated=~self._ends(response_ids, lengths),
-            prompt_index=prompt_index,
-        )
+def _completion(output: Any) -> Completion:
+    """What vLLM says of one response."""
+    return Completion(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "length")
 
-    def _ends(self, response_ids: Int[Tensor, "batch response"], lengths: Int[Tensor, " batch"]) -> Tensor:
-        """Whether each response's last token is an end token."""
-        last = response_ids.gather(1, lengths[:, None] - 1).squeeze(1)
-        return torch.isin(last, torch.tensor(self.eos_token_ids, device=last.device))
+
+def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> str:
+    """Why a `generate` gave up, for these rows of its rollout."""
+    total = len(prompts) * len(prompts.seeds[0])
+    return (
+        f"{len(late)} of {total} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is"
+        f" that to {request_name(prompts, min(late))} of this rank's batch. Sample shorter or fewer responses, give the"
+        " engine more memory, or raise the deadline."
+    )
 
 
 def import_vllm() -> Any:

@@ -1,0 +1,109 @@
+"""An engine beside the trainer: it answers as one inside it does, and may die or hang without harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
+from tests.runs import Recorder, make_ppo, make_trainer
+from tests.runs import make_prompts as make_prompt_data
+from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
+from verl_lightning.rollout.vllm_config import BesideConfig
+
+pytestmark = [
+    pytest.mark.backend,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # starts vLLM several times
+    pytest.mark.filterwarnings("ignore"),
+]
+GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_sharp_folder(tmp_path_factory.mktemp("sharp"))
+
+
+def start_engine(folder, **options):
+    """An engine in a process of its own, with the folder's weights."""
+    engine = ProcessEngine(make_vllm_config(folder), **options)
+    engine.start(torch.device("cpu"))
+    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)))
+    return engine
+
+
+class Killer(VLLMRollout):
+    """Kills its engine's process before the responses of each step in ``steps``, once."""
+
+    steps: tuple[int, ...] = ()
+
+    def _generate(self, module, prompts, sampling):
+        if module.trainer.global_step in self.steps:
+            self.steps = tuple(set(self.steps) - {module.trainer.global_step})
+            os.kill(self._vllm.pid, signal.SIGKILL)
+        return super()._generate(module, prompts, sampling)
+
+
+def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):
+    """Metrics of each step of a short run whose engine is killed at some."""
+    seed_everything(0, verbose=False)
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
+    rollout = Killer(sampling, sampling, enforce_eager=True, beside=BesideConfig(**changes))
+    rollout.steps = steps
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, rollout, recorder)
+    trainer.fit(make_ppo(folder), datamodule=make_prompt_data(prompt_file))
+    return recorder
+
+
+def test_a_process_answers_and_refuses_as_the_engine_does_and_may_be_killed(folder):
+    engine = start_engine(folder)
+    expected = make_hf_engine(folder).generate(make_prompts(), GREEDY)
+
+    rollout = engine.generate(make_prompts(), GREEDY)
+    with pytest.raises(ValueError, match=r"a prompt of 60 tokens and a response of 12 don't fit"):
+        engine.generate(make_prompts([60]), GREEDY)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="ended with -9"):
+        engine.generate(make_prompts(), GREEDY)
+    engine.stop()
+
+    assert_close(rollout.input_ids, expected.input_ids)
+    assert_close(rollout.is_truncated, expected.is_truncated)
+    assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, atol=1e-4, rtol=0)
+
+
+def test_a_stuck_engine_is_killed_and_its_request_named(folder):
+    engine = start_engine(folder, grace=20.0)
+    engine.config = make_vllm_config(folder, deadline=1.0)
+    engine.grace = 1.0
+    os.kill(engine.pid, signal.SIGSTOP)
+
+    with pytest.raises(TimeoutError, match=r"3 of 3 responses .* = 1 s; the first is that to prompt 0, sample 0"):
+        engine.generate(make_prompts(), GREEDY)
+    engine.stop()
+
+
+def test_a_run_goes_on_exactly_when_its_engine_is_killed(tmp_path, folder, prompt_file):
+    undisturbed = run_beside(tmp_path, folder, prompt_file)
+
+    disturbed = run_beside(tmp_path, folder, prompt_file, steps=(1,))
+
+    for name in ("critic/score/mean", "actor/grad_norm", "rollout/canary_gap"):
+        assert disturbed.column(name) == pytest.approx(undisturbed.column(name), abs=1e-6)
+    assert len(disturbed.steps) == 3
+    assert max(disturbed.column("rollout/canary_gap")) < 1e-4
+
+
+def test_a_run_stops_when_engines_keep_dying(tmp_path, folder, prompt_file):
+    with pytest.raises(RuntimeError, match=r"engines died 1 times, but `rollout.beside.max_restarts` is 0"):
+        run_beside(tmp_path, folder, prompt_file, steps=(0,), max_restarts=0)

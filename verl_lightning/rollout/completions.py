@@ -1,0 +1,59 @@
+"""From an engine's answers to single requests to the rollout of a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.types import Rollout
+
+
+class Completion(NamedTuple):
+    """An engine's answer to one request, as plain values that can cross to another process."""
+
+    token_ids: list[int]
+    """The response, its end token included."""
+
+    log_probs: list[float]
+    """Of these tokens under the engine's policy, in nats."""
+
+    is_truncated: bool
+    """Whether it met the length limit before its end."""
+
+
+def request_name(prompts: Prompts, row: int) -> str:
+    """What a user knows a rollout's row by."""
+    samples = len(prompts.seeds[0])
+    return f"prompt {row // samples}, sample {row % samples}"
+
+
+def to_rollout(
+    prompts: Prompts, sampling: SamplingConfig, completions: list[Completion], *, pad_token_id: int
+) -> Rollout:
+    """Rows padded to the longest response, on the prompts' device.
+
+    Args:
+        prompts: What was asked.
+        sampling: How it was answered.
+        completions: One for each sample of each prompt; those of one prompt are adjacent.
+        pad_token_id: Fills the end of shorter responses.
+    """
+    device = prompts.prompt_ids.device
+    tokens = [torch.tensor(completion.token_ids) for completion in completions]
+    log_probs = [torch.tensor(completion.log_probs) for completion in completions]
+    lengths = torch.tensor([len(row) for row in tokens], device=device)
+    pad = torch.nn.utils.rnn.pad_sequence
+    response_ids = pad(tokens, batch_first=True, padding_value=pad_token_id).to(device)
+    response_mask = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]
+    prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(sampling.num_samples)
+    return Rollout(
+        input_ids=torch.cat([prompts.prompt_ids[prompt_index], response_ids], 1),
+        attention_mask=torch.cat([prompts.prompt_mask[prompt_index], response_mask], 1),
+        response_mask=response_mask,
+        temperature=sampling.temperature or 1.0,
+        rollout_log_probs=pad(log_probs, batch_first=True).to(device),
+        is_truncated=torch.tensor([completion.is_truncated for completion in completions], device=device),
+        prompt_index=prompt_index,
+    )

@@ -1,0 +1,260 @@
+"""The vLLM engine in a process of its own, beside the trainer: on other GPUs, and replaceable when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.completions import Completion, to_rollout
+from verl_lightning.rollout.vllm import late_message
+from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.types import Rollout
+
+BUCKET_BYTES = 2**28
+"""Weights are sent in messages of about this size."""
+
+GRACE = 60.0
+"""Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
+
+STOP_SECONDS = 10.0
+"""How long an engine may take to end by itself."""
+
+ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, RuntimeError, TimeoutError)}
+
+
+class EngineDiedError(RuntimeError):
+    """The engine's process ended; a new one may take its place."""
+
+
+class ProcessEngine:
+    """A `VLLMEngine` in a child process, spoken to in JSON and safetensors through a pipe.
+
+    Weights go through the host's memory. The child ends with its parent.
+
+    Args:
+        config: What the engine is started with.
+        gpu: Index of its GPU among those that this process sees; None on CPUs.
+        start_timeout: Seconds to import vLLM and to make it ready.
+        grace: Seconds beyond the deadline after which a silent engine is killed.
+    """
+
+    def __init__(
+        self, config: VLLMConfig, *, gpu: int | None = None, start_timeout: float = 1800.0, grace: float = GRACE
+    ) -> None:
+        self.config = config
+        self.gpu = gpu
+        self.start_timeout = start_timeout
+        self.grace = grace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._was_late = False
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, device: torch.device) -> None:
+        """Start a process in which vLLM has random weights, in place of one that died.
+
+        Args:
+            device: The trainer's, which the engine leaves alone.
+
+        Raises:
+            MisconfigurationException: If the engine is to run on the trainer's GPU.
+            EngineDiedError: If it does not start; what it wrote stands above.
+        """
+        if device.type == "cuda" and device.index == self.gpu:
+            raise MisconfigurationException(
+                f"the engine beside the trainer is to run on GPU {self.gpu}, on which the trainer runs. Name another"
+                " one in `rollout.beside.gpus`, or take `rollout.beside` out to share it."
+            )
+        self.stop()
+        ours, theirs = Pipe()
+        visible = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpu(self.gpu)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "verl_lightning.rollout.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C is for the parent, which stops the engine
+            env=_environment_without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | visible,
+        )
+        theirs.close()
+        self._connection = ours
+        with self._watch(self.start_timeout):
+            self._ask("start", config=dataclasses.asdict(self.config), on_gpu=self.gpu is not None)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the policy's weights. Takes all of them, also when the engine dies meanwhile: others may wait.
+
+        Raises:
+            EngineDiedError: If the engine is dead, once all weights were taken.
+        """
+        weights = iter(weights)
+        try:
+            with self._watch(self.config.deadline + self.grace):
+                self._send({"do": "load_weights"})
+                for bucket in buckets(weights):
+                    self._send_bytes(bucket)
+                self._send_bytes(b"")
+                self._answer()
+        finally:
+            for _ in weights:
+                pass
+
+    def load_adapter(self, folder: Path) -> None:
+        """Have the engine read the policy's adapter from a PEFT folder."""
+        with self._watch(self.config.deadline + self.grace):
+            self._ask("load_adapter", folder=str(folder))
+
+    def drop_caches(self) -> None:
+        """Forget the key-value cache of every prompt."""
+        with self._watch(self.config.deadline + self.grace):
+            self._ask("drop_caches")
+
+    def sleep(self) -> None:
+        """Does nothing: the engine's memory is its own."""
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+        """Sample ``sampling.num_samples`` responses to each prompt.
+
+        Raises:
+            EngineDiedError: If the engine dies meanwhile.
+            TimeoutError: If some responses are not finished after the deadline, also if the engine is stuck.
+            ValueError: If the longest prompt and its response don't fit into `max_model_len`.
+        """
+        late = set(range(len(prompts) * sampling.num_samples))
+        completions: dict[int, Completion] = {}
+        try:
+            with self._watch(self.config.deadline + self.grace):
+                self._send({"do": "generate", **encode_prompts(prompts), "sampling": dataclasses.asdict(sampling)})
+                while "row" in (answer := self._answer()):
+                    completions[answer["row"]] = Completion(*answer["completion"])
+                    late.remove(answer["row"])
+        except EngineDiedError:
+            if self._was_late:
+                raise TimeoutError(late_message(prompts, late, self.config.deadline)) from None
+            raise
+        rows = [completions[row] for row in range(len(completions))]
+        return to_rollout(prompts, sampling, rows, pad_token_id=self.config.pad_token_id)
+
+    def stop(self) -> None:
+        """End the process; may be called twice."""
+        if self._process is None:
+            return
+        assert self._connection is not None
+        self._connection.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._process = self._connection = None
+
+    def _ask(self, do: str, **arguments: Any) -> None:
+        self._send({"do": do, **arguments})
+        self._answer()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._send_bytes(json.dumps(message).encode())
+
+    def _send_bytes(self, message: bytes) -> None:
+        try:
+            self._open.send_bytes(message)
+        except OSError as error:
+            raise self._death() from error
+
+    def _answer(self) -> dict[str, Any]:
+        """The engine's next answer; raises what it raised."""
+        try:
+            answer: dict[str, Any] = json.loads(self._open.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        if "error" in answer:
+            raised = ERRORS.get(answer["error"], RuntimeError)(answer["message"])
+            raised.add_note(answer["traceback"])
+            raise raised
+        return answer
+
+    @property
+    def _open(self) -> Connection:
+        if self._connection is None:
+            raise RuntimeError("`start` the engine before using it.")
+        return self._connection
+
+    @contextlib.contextmanager
+    def _watch(self, seconds: float) -> Iterator[None]:
+        """Kills an engine that is not done in time, which ends all waiting for it."""
+        self._was_late = False
+
+        def give_up() -> None:
+            self._was_late = True
+            self._kill()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _death(self) -> EngineDiedError:
+        assert self._process is not None
+        self._kill()
+        return EngineDiedError(f"the engine's process {self._process.pid} ended with {self._process.returncode}.")
+
+
+def buckets(weights: Iterator[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[bytes]:
+    """Weights in the safetensors format, in messages of about ``size`` bytes."""
+    bucket: dict[str, Tensor] = {}
+    for name, weight in weights:
+        bucket[name] = weight.detach().cpu().contiguous()
+        if sum(each.nbytes for each in bucket.values()) >= size:
+            yield safetensors.torch.save(bucket)
+            bucket = {}
+    if bucket:
+        yield safetensors.torch.save(bucket)
+
+
+def encode_prompts(prompts: Prompts) -> dict[str, Any]:
+    """Prompts as JSON has them."""
+    return {
+        "prompt_ids": prompts.prompt_ids.tolist(),
+        "prompt_mask": prompts.prompt_mask.tolist(),
+        "seeds": prompts.seeds,
+    }
+
+
+def _visible_gpu(index: int) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` must be for a child that is to see this process's GPU ``index`` alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if not visible else visible.split(",")[index]
+
+
+def _environment_without_launcher() -> dict[str, str]:
+    """This process's, less what would make vLLM take itself for one of the training ranks."""
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"}
+    return {name: value for name, value in os.environ.items() if name not in launcher}

@@ -1,0 +1,116 @@
+"""An engine's process: ``python -m verl_lightning.rollout.worker``, started and spoken to by `ProcessEngine`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
+from verl_lightning.rollout.vllm import VLLMEngine
+from verl_lightning.rollout.vllm_config import VLLMConfig
+
+
+class Worker:
+    """Does what the trainer asks, one thing at a time.
+
+    Args:
+        connection: To the trainer.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._engine: VLLMEngine | None = None
+
+    def run(self) -> None:
+        """Serves until the trainer closes the pipe."""
+        while True:
+            try:
+                request = json.loads(self.connection.recv_bytes())
+            except EOFError:
+                return
+            self._serve(request.pop("do"), request)
+
+    def _serve(self, do: str, request: dict[str, Any]) -> None:
+        """Answers one request, by what it raised if need be: an error is the trainer's to handle, not this loop's."""
+        try:
+            self._do(do, request)
+        except OSError as error:
+            if not isinstance(error, TimeoutError):  # the trainer is gone
+                raise
+            self._answer_error(error)
+        except (ValueError, TypeError, KeyError, RuntimeError, ImportError, AssertionError) as error:
+            self._answer_error(error)
+        else:
+            self._answer({"done": do})
+
+    def _do(self, do: str, request: dict[str, Any]) -> None:
+        if do == "start":
+            self._engine = VLLMEngine(VLLMConfig(**request["config"]))
+            self._engine.start(torch.device("cuda", 0) if request["on_gpu"] else torch.device("cpu"))
+        elif do == "load_weights":
+            self._load_weights()
+        elif do == "load_adapter":
+            self._running.load_adapter(Path(request["folder"]))
+        elif do == "drop_caches":
+            self._running.drop_caches()
+        elif do == "generate":
+            self._generate(request)
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self.connection.send_bytes(json.dumps(answer).encode())
+
+    def _answer_error(self, error: Exception) -> None:
+        self._answer({"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()})
+
+    @property
+    def _running(self) -> VLLMEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _load_weights(self) -> None:
+        weights = self._weights()
+        try:
+            self._running.load_weights(weights)
+        finally:
+            for _ in weights:  # the trainer sends them all
+                pass
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        while bucket := self.connection.recv_bytes():
+            yield from safetensors.torch.load(bucket).items()
+
+    def _generate(self, request: dict[str, Any]) -> None:
+        prompts = Prompts(
+            prompt_ids=torch.tensor(request["prompt_ids"]),
+            prompt_mask=torch.tensor(request["prompt_mask"]),
+            seeds=request["seeds"],
+        )
+        for row, completion in self._running.stream(prompts, decode_sampling(request["sampling"])):
+            self._answer({"row": row, "completion": completion})
+
+
+def decode_sampling(values: dict[str, Any]) -> SamplingConfig:
+    """The configuration of which ``dataclasses.asdict`` gave these values."""
+    guide = values["guide"]
+    return SamplingConfig(**values | {"guide": None if guide is None else Guide(**guide)})
+
+
+def main() -> None:
+    """Serves the pipe whose file descriptor is the only argument; what this process prints goes to stderr."""
+    os.dup2(2, 1)
+    Worker(Connection(int(sys.argv[1]))).run()
+    os._exit(0)  # vLLM's threads would hold up an ordinary end
+
+
+if __name__ == "__main__":
+    main()
