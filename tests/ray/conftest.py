@@ -16,6 +16,16 @@ def cluster_address() -> Iterator[str]:
     cluster.shutdown()
 
 
+@pytest.fixture
+def joined_cluster(cluster_address: str) -> Iterator[None]:
+    """This process is a driver of the cluster."""
+    import ray
+
+    ray.init(address=cluster_address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 def start_cluster(attempts: int = 3) -> Any:
     """Starts it, again if the machine is so busy that Ray's own 30 seconds do not do."""
     from ray.cluster_utils import Cluster

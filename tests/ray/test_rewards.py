@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,6 @@ def make_samples(count: int) -> list[RewardSample]:
 
 def config_of(function: str, **changes: object) -> RewardConfig:
     return RewardConfig(function=f"{FUNCTIONS}:{function}", backend="ray", **changes)
-
-
-@pytest.fixture
-def joined_cluster(cluster_address: str) -> Iterator[None]:
-    """This process is a driver of the cluster."""
-    import ray
-
-    ray.init(address=cluster_address, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.slow
