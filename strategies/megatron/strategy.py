@@ -36,14 +36,13 @@ from verl_lightning.strategies.megatron.checkpoint import (
 )
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
-from verl_lightning.strategies.megatron.lora import exported_adapter
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
 from verl_lightning.strategies.megatron.provider import ModelSettings
 from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
-from verl_lightning.strategies.megatron.weights import exported_weights
+from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
 from verl_lightning.types import Scores, TokenBatch
 
 FOLDER_KEY = "megatron_folder"

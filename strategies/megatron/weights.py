@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from verl_lightning.models.lora import PEFT_PREFIX, has_adapters, peft_config
 from verl_lightning.models.weights import base_name, is_adapter_name
 
 if TYPE_CHECKING:
@@ -20,19 +24,73 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
         model: Any; on its stages, trained or frozen.
         merges_adapters: Add LoRA's products to the weights beside them.
     """
-    wanted = {base_name(n) for n, _ in model.backbone.named_parameters() if not is_adapter_name(n)}
-    prefix = "" if model.head != "value" else f"{model.backbone.base_model_prefix}."
+    wanted = {base_name(n): p for n, p in model.backbone.named_parameters() if not is_adapter_name(n)}
+    adapter = exported_adapter(model) if merges_adapters and has_adapters(model.backbone) else {}
     weights: Any = model.bridge.export_hf_weights(
         pieces := model.pieces,
         cpu=False,
         show_progress=False,
         conversion_tasks=_tasks(model, pieces),
-        merge_adapter_weights=merges_adapters,
+        merge_adapter_weights=False,  # it knows no q_proj with an adapter beside a k_proj without
     )
+    experts = Experts(wanted)
     for name, weight in weights:
-        name = base_name(name).removeprefix(prefix)
-        if name in wanted or not model.backbone.base_model_prefix:
-            yield name, weight.detach()
+        name = base_name(name).removeprefix(_prefix(model))
+        if name in wanted:
+            yield name, _merged(name, weight.detach(), adapter, model)
+        elif not name.endswith("lm_head.weight"):  # tied to the embedding, or of a value model
+            yield from experts.add(name, weight.detach())
+
+
+class Experts:
+    """Joins the experts of a layer, each of which the bridge exports alone, as transformers holds them.
+
+    Args:
+        whole: What they are joined to, by name; of the right shapes, without memory.
+    """
+
+    def __init__(self, whole: Mapping[str, Tensor]) -> None:
+        self.whole = whole
+        self._parts: dict[str, dict[tuple[str, int], Tensor]] = defaultdict(dict)
+
+    def add(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Take one expert's weight; give the whole ones that it completes.
+
+        Raises:
+            ValueError: If it is no expert's.
+        """
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None or f"{match[1]}.down_proj" not in self.whole:
+            raise ValueError(f"Megatron-Bridge exports `{name}`, which transformers' model does not have.")
+        layer, index, kind = match.groups()
+        parts = self._parts[layer]
+        parts[kind, int(index)] = weight.clone()
+        if len(parts) == 3 * len(self.whole[f"{layer}.down_proj"]):
+            del self._parts[layer]
+            gates, ups, downs = ([parts[kind, i] for i in range(len(parts) // 3)] for kind in ("gate", "up", "down"))
+            yield f"{layer}.gate_up_proj", torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+            yield f"{layer}.down_proj", torch.stack(downs)
+
+
+def exported_adapter(model: MegatronScorer) -> dict[str, Tensor]:
+    """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
+    weights: Any = model.bridge.export_adapter_weights(model.pieces, cpu=False, show_progress=False)
+    return {PEFT_PREFIX + name.removeprefix(_prefix(model)): weight.detach().clone() for name, weight in weights}
+
+
+def _merged(name: str, weight: Tensor, adapter: dict[str, Tensor], model: MegatronScorer) -> Tensor:
+    """``W + B A * alpha / rank`` where there is an adapter."""
+    path = PEFT_PREFIX + name.removesuffix(".weight")
+    down, up = adapter.get(f"{path}.lora_A.weight"), adapter.get(f"{path}.lora_B.weight")
+    if down is None or up is None:
+        return weight
+    config = peft_config(model.backbone)
+    return (weight + (up @ down).to(weight.dtype) * (config.lora_alpha / config.r)).to(weight.dtype)
+
+
+def _prefix(model: MegatronScorer) -> str:
+    """What the bridge puts before names of a trunk, which transformers doesn't."""
+    return "" if model.head != "value" else f"{model.backbone.base_model_prefix}."
 
 
 def _tasks(model: MegatronScorer, pieces: list[Any]) -> list[Any]:

@@ -18,8 +18,10 @@ CPU = torch.device("cpu")
 class _Stream:
     """Does nothing, whatever is asked."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self  # an event of a stream is asked again
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -51,6 +53,8 @@ def pretend_cuda() -> None:
         "current_device": lambda: CPU,
         "synchronize": lambda *args, **kwargs: None,
         "empty_cache": lambda: None,
+        "Stream": _Stream,
+        "Event": _Stream,
         "current_stream": lambda *args, **kwargs: _Stream(),
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
         "manual_seed": torch.manual_seed,

@@ -28,8 +28,9 @@ from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sf
 from tests.strategies.conformance import Bench
 from tests.strategies.megatron.cpu import pretend_cuda
 from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
-from verl_lightning.modules.ppo_config import CriticConfig
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig
 
@@ -210,8 +211,29 @@ def validate(bench: Bench) -> Any:
     return recorder.validations[0]["val/loss"]
 
 
+def lora(bench: Bench) -> Any:
+    """Two iterations with adapters: the folder of the adapter, the merged weights, and what tells the base."""
+    ending, recorder = Ending(), Recorder()
+    config = LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+    module = bench.ppo(actor=bench.model(lora=config), kl=KLConfig(coef=0.1))
+    trainer = make_trainer(
+        bench.folder,
+        make_rollout(),
+        ending,
+        recorder,
+        HFCheckpoint(dirpath=str(bench.folder / "adapter")),
+        ModelCheckpoint(dirpath=bench.folder / "lora", filename="{step}"),
+        strategy=MegatronStrategy(**bench.options),
+        devices=bench.devices,
+        max_steps=2,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"))
+    return {"weights": ending.weights, "fingerprint": module.base_fingerprints["actor"], "steps": recorder.steps}
+
+
 CHECKS: dict[str, Check] = {
-    check.__name__: check for check in (resume, reshard, export, load_auto, collectives, validate)
+    check.__name__: check for check in (resume, reshard, export, load_auto, collectives, validate, lora)
 }
 
 
@@ -226,7 +248,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pretend_cuda()
-    options = {"timeout": 200.0} | arguments.options
+    options = {"timeout": 600.0} | arguments.options
     bench = Bench(strategy="megatron", devices=arguments.devices, folder=arguments.folder, options=options)
     results = {}
     for name in arguments.checks:

@@ -1,0 +1,112 @@
+"""Takes tiny models from Hugging Face to Megatron and back in one process, and saves what became of them.
+
+``python tests/strategies/megatron/run_conversions.py --folder work --out results.pt``, from the root of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.strategies.megatron.cpu import pretend_cuda
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.hf_folder import stored_weights
+from verl_lightning.models.scorer import build_scorer
+from verl_lightning.strategies import MegatronStrategy
+from verl_lightning.strategies.megatron.config import ParallelSizes
+from verl_lightning.strategies.megatron.runtime import start_model_parallel
+from verl_lightning.types import TokenBatch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+KINDS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+
+
+def write_model(folder: Path, kind: str, *, tied: bool) -> Path:
+    """A random model in float32."""
+    torch.manual_seed(0)
+    extra = EXPERTS if kind == "qwen3_moe" else {}
+    config = KINDS[kind](**SHAPE, **extra, tie_word_embeddings=tied)
+    path = folder / f"{kind}-{'tied' if tied else 'untied'}"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def uneven_batch() -> TokenBatch:
+    """Prompts with padding before them, responses with padding after them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 101, (3, 12), generator=generator)
+    first, last = torch.tensor([0, 2, 4]), torch.tensor([12, 9, 11])
+    columns = torch.arange(12)
+    mask = (columns >= first[:, None]) & (columns < last[:, None])
+    return TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, 6:], temperature=0.7)
+
+
+def convert(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
+    """Exported weights beside the folder's, and scores beside those of transformers."""
+    config = ModelConfig(path=str(path))
+    model = strategy.make_model(config, "policy", trainable=False)
+    batch = uneven_batch()
+    (scores,) = strategy.forward(model, [batch], with_entropy=True)
+    with torch.no_grad():
+        expected = build_scorer(config, "policy", trainable=False)(batch, with_entropy=True)
+    mask = batch.response_mask
+    named = dict(strategy.named_weights(model))
+    return {
+        "exported": dict(stored_weights(model.backbone, named.items())),
+        "stored": load_file(path / "model.safetensors"),
+        "names": set(named),
+        "parameters": {name for name, _ in model.backbone.named_parameters()},
+        "log_probs": (scores.log_probs[mask], expected.log_probs[mask]),  # type: ignore[index]
+        "entropy": (scores.entropy[mask], expected.entropy[mask]),  # type: ignore[index]
+    }
+
+
+def main() -> None:
+    """Converts each kind, tied and untied."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for the models")
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pretend_cuda()
+    store = f"file://{arguments.folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    start_model_parallel(ParallelSizes(), seed=0, timeout=timedelta(seconds=100))
+    strategy = MegatronStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    results = {}
+    for kind in KINDS:
+        for tied in (True, False):
+            path = write_model(arguments.folder, kind, tied=tied)
+            results[path.name] = convert(path, strategy)
+    torch.save(results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
