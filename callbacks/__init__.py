@@ -1,5 +1,6 @@
 """Callbacks: what can be swapped or left out of a run."""
 
+from verl_lightning.callbacks.final_validation import FinalValidation
 from verl_lightning.callbacks.health import HealthCheck, HealthMonitor
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.numa import NumaAffinity
@@ -12,6 +13,7 @@ from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 
 __all__ = [
+    "FinalValidation",
     "HFCheckpoint",
     "HFRollout",
     "HealthCheck",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from lightning.pytorch import Callback
 
 from tests.callbacks.conftest import EACH_STEP
 from verl_lightning.callbacks import SamplesTable
+from verl_lightning.callbacks.samples_page import write_page
 
 
 def read(path):
@@ -51,3 +54,54 @@ def test_the_sanity_check_writes_no_table(fit, tmp_path):
 def test_a_table_without_rows_is_refused():
     with pytest.raises(ValueError, match="`num_rows` must be at least 1, got 0"):
         SamplesTable(num_rows=0)
+
+
+def test_training_tables_hold_advantages(fit, tmp_path, prompt_file):
+    """Every second step; four samples to each prompt in the file's order."""
+    run = fit(SamplesTable(num_rows=5, train_every_n_steps=2), max_steps=4)
+
+    assert {path.name for path in (tmp_path / "samples").glob("train*")} == {"train_step=2.jsonl", "train_step=4.jsonl"}
+    rows = read(tmp_path / "samples/train_step=2.jsonl")
+    question = read(prompt_file)[4]["prompt"][-1]["content"]
+    assert [row["prompt"].splitlines()[-1] for row in rows[:4]] == [question] * 4
+    assert {row["data_source"] for row in rows} == {"sort4"}
+    assert len({row["advantage"] for row in rows}) > 1
+    assert run.trainer.global_step == 4
+
+
+def test_a_training_row_tells_the_mean_advantage_of_its_tokens(fit, tmp_path):
+    class Keeps(Callback):
+        def on_experience(self, module, scored, experience, rows):
+            row, mask = experience.advantages[0].tolist(), experience.response_mask[0].tolist()
+            kept = [value for value, counts in zip(row, mask, strict=True) if counts]
+            self.mean = sum(kept) / len(kept)
+
+    keeps = Keeps()
+    fit(SamplesTable(train_every_n_steps=1), keeps, max_steps=1)
+
+    assert read(tmp_path / "samples/train_step=1.jsonl")[0]["advantage"] == pytest.approx(keeps.mean)
+
+
+def test_the_page_holds_the_newest_tables(fit, tmp_path):
+    fit(SamplesTable(num_rows=2, train_every_n_steps=1, max_tables=3), max_steps=2, **EACH_STEP)
+
+    page = (tmp_path / "samples/index.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert [table["name"] for table in data] == ["step 1, validation", "step 2, training", "step 2, validation"]
+    assert [len(table["rows"]) for table in data] == [2, 2, 2]
+
+
+def test_a_response_cannot_leave_its_script(tmp_path):
+    row = {"step": 1, "data_source": "x", "prompt": "p", "response": "</script><b>\u2028", "reward": 1.0}
+    (tmp_path / "step=1.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    page = write_page(tmp_path, max_tables=1).read_text(encoding="utf-8")
+
+    assert page.count("</script>") == 2
+    assert "<b>" not in page
+
+
+@pytest.mark.parametrize("options", [{"train_every_n_steps": -1}, {"max_tables": 0}])
+def test_sizes_without_sense_are_refused(options):
+    with pytest.raises(ValueError, match="`train_every_n_steps` must not be negative and `max_tables`"):
+        SamplesTable(**options)

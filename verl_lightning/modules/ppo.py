@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback
@@ -44,6 +45,22 @@ from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_rollouts
 from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.types import Experience
+
+
+@runtime_checkable
+class ExperienceListener(Protocol):
+    """A callback that wants to see what an iteration learns from."""
+
+    def on_experience(
+        self,
+        module: PPOModule,
+        scored: ScoredRollout,
+        experience: Experience,
+        rows: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Called on each rank before the updates; rows are those of the prompts, None if they were gathered before."""
+
 
 PHASES = (
     "update_weights",
@@ -225,6 +242,10 @@ class PPOModule(SamplingModule):
         table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
         experience, metrics = self._experience_maker().make(scored.rollout, scored.verdict, greedy, self.kl_coef)
         table.add(metrics)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ExperienceListener):
+                rows = batch["rows"] if self.dynamic_sampling is None else None
+                callback.on_experience(self, scored, experience, rows)
         self._learner().learn(experience, table)
         return self._finish_iteration(table)
 

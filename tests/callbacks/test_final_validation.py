@@ -1,0 +1,58 @@
+"""The last validation outlives its run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.callbacks.conftest import EACH_STEP
+from tests.resume.experiment import read_metrics
+from verl_lightning.callbacks import FinalValidation
+
+
+class Fails(Callback):
+    """Fails in the third iteration."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2:
+            raise ValueError("enough")
+
+
+def test_a_run_that_fails_leaves_its_last_validation(fit, tmp_path):
+    logger = CSVLogger(tmp_path, "csv")
+
+    with pytest.raises(ValueError, match="enough"):
+        fit(FinalValidation(), Fails(), logger=logger, **EACH_STEP)
+
+    kept = json.loads((tmp_path / "csv/version_0/final_validation.json").read_text())
+    rows = read_metrics(tmp_path / "csv/version_0")
+    second = [row for row in rows if row.get("val/reward")][1]
+    assert (kept["step"], kept["ended_by"]) == (2, "ValueError: enough")
+    assert kept["metrics"]["val/reward"] == pytest.approx(float(second["val/reward"]))
+    assert rows[-1]["final/val/reward"] == second["val/reward"]
+
+
+def test_a_run_that_ends_well_says_so(fit, tmp_path):
+    run = fit(FinalValidation(str(tmp_path / "mine")), **EACH_STEP)
+
+    kept = json.loads((tmp_path / "mine/final_validation.json").read_text())
+    assert (kept["step"], kept["ended_by"]) == (3, "finished")
+    assert kept["metrics"]["val/reward"] == pytest.approx(run.recorder.validations[-1]["val/reward"])
+
+
+def test_without_a_validation_there_is_nothing_to_keep(fit, tmp_path):
+    fit(FinalValidation(), max_steps=1, limit_val_batches=0)
+
+    assert not list(tmp_path.rglob("final_validation.json"))
+
+
+def test_a_resumed_run_knows_the_validation_before():
+    first, second = FinalValidation(), FinalValidation()
+    first._step, first._metrics = 4, {"val/reward": 0.5}
+
+    second.load_state_dict(first.state_dict())
+
+    assert second.state_dict() == {"step": 4, "metrics": {"val/reward": 0.5}}
