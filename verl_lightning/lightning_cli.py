@@ -25,6 +25,7 @@ from typing_extensions import override
 import verl_lightning.data
 import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
+from verl_lightning.callbacks.resume_wandb import newest_wandb_checkpoint
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser
@@ -164,7 +165,10 @@ class CLI(LightningCLI):
             self._find_last_run(trainer.logger)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
-        return super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+        made = super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+        if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_wandb_checkpoint(made)):
+            self.config_init[self.subcommand].ckpt_path = str(found)
+        return made
 
     def before_fit(self) -> None:
         """Lets a resumed run go on in its W&B run; Lightning opens that before any hook of a callback."""

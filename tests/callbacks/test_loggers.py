@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -97,6 +98,28 @@ def test_wandb_carries_verls_names_and_goes_on_with_the_same_run(fit, tmp_path):
     assert {re.sub(r"offline-run-[\d_]+-", "", name) for name in folders} == {run_id}
 
 
+@pytest.mark.slow
+def test_an_offline_wandb_run_holds_metrics_tables_and_settings(tmp_path, tiny_folder, prompt_file, monkeypatch):
+    """Read from the files that the run leaves for `wandb sync`."""
+    monkeypatch.chdir(tmp_path)
+    write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
+    flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=."]
+    flags += ["--trainer.callbacks+=SamplesTable", "--trainer.callbacks.train_every_n_steps=2"]
+    flags += ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--model.init_args.reward.num_workers=1"]
+
+    trainer = CLI(["--config", "ppo.yaml", *flags]).trainer
+    config = dict(trainer.logger.experiment.config)
+    trainer.logger.experiment.finish()
+
+    assert config["model"]["init_args"]["advantage"]["class_path"].endswith("GAE")
+    assert config["trainer"]["max_steps"] == 4
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in run.glob("files/media/table/*/*.json")}
+    assert tables["samples"]["columns"][:5] == ["step", "data_source", "prompt", "response", "reward"]
+    log = next(run.glob("*.wandb")).read_bytes()
+    assert all(name.encode() in log for name in ("val/samples", "train/samples", "critic/score/mean", "timing_s/gen"))
+
+
 def test_without_wandb_the_callback_does_nothing(fit, tmp_path):
     callback = ResumeWandb()
 
@@ -107,16 +130,19 @@ def test_without_wandb_the_callback_does_nothing(fit, tmp_path):
 
 
 @pytest.mark.slow
-def test_verl_fit_goes_on_with_the_same_wandb_run(tmp_path, tiny_folder, prompt_file, monkeypatch):
+@pytest.mark.parametrize("how", ["path", "last"])
+def test_verl_fit_goes_on_with_the_same_wandb_run(tmp_path, tiny_folder, prompt_file, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
     flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=."]
     flags += ["--trainer.callbacks+=ResumeWandb", "--model.init_args.reward.num_workers=1"]
     first = CLI(["--config", "ppo.yaml", *flags, "--trainer.max_steps=4"]).trainer
     first.logger.experiment.finish()
-    saved = str(next(tmp_path.glob("*/*/checkpoints/last.ckpt")))
+    saved = str(next(tmp_path.glob("*/*/checkpoints/last.ckpt"))) if how == "path" else "last"
 
     second = CLI(["--config", "ppo.yaml", *flags, "--trainer.max_steps=5", "--ckpt_path", saved]).trainer
+    assert second.logger.experiment.summary["training/global_step"] == 5
+    assert len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 1
     second.logger.experiment.finish()
 
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
