@@ -2,6 +2,8 @@
 
     python benchmarks/vllm_rollout.py --out results.json          # one H100: 64 prompts x 8 samples, 200 + 512 tokens
     python benchmarks/vllm_rollout.py --tiny --accelerator cpu    # every line of it, with a small model
+    python benchmarks/vllm_rollout.py --shape 7b --sync-only --precision bf16-true    # no training, for lack of memory
+    python benchmarks/vllm_rollout.py --devices 2 --tensor-parallel-size 2            # one engine on two cards
 
 The model has random weights in the shape of Qwen2-0.5B (or of a 7B with ``--shape 7b``), its tokenizer is made here,
 and nothing is downloaded. Sizes are those of `gpu_trl_bench.py`, which measures TRL's GRPOTrainer: compare on one card.
@@ -19,6 +21,7 @@ import json
 import random
 import statistics
 import string
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +110,12 @@ class Meter(Callback):
         self.ends.append(time.perf_counter())
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         self.batch = batch
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._measure_sync(pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,6 +207,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         val_sampling=sampling,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         enforce_eager=arguments.tiny,
+        tensor_parallel_size=arguments.tensor_parallel_size,
     )
     meter = Meter(rollout, arguments.repeats)
     own = STRATEGIES.get(arguments.strategy)
@@ -208,6 +218,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         strategy="auto" if own is None else own(**options),
         precision=arguments.precision,
         max_steps=arguments.steps,
+        limit_val_batches=1 if arguments.sync_only else 0,
         callbacks=[rollout, meter],
         logger=False,
         enable_checkpointing=False,
@@ -217,7 +228,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     module = PPOModule(
         ModelConfig(
-            path=str(folder), optim=OptimConfig(lr=1e-6), gradient_checkpointing=arguments.gradient_checkpointing
+            path=str(folder),
+            dtype="bfloat16" if arguments.precision == "bf16-true" else "float32",
+            optim=OptimConfig(lr=1e-6),
+            gradient_checkpointing=arguments.gradient_checkpointing,
         ),
         RewardConfig(function=f"{Path(__file__).resolve()}:even_length"),
         GRPO(),
@@ -225,12 +239,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     data = PromptDataModule(
         str(prompts),
+        str(prompts),
         prompts_per_step=arguments.prompts,
         val_batch_size=arguments.prompts,
         max_prompt_length=arguments.prompt_length,
     )
+    if arguments.sync_only:
+        trainer.validate(module, datamodule=data, verbose=False)
+        return about(meter, arguments)
     trainer.fit(module, datamodule=data)
-    return report(meter, arguments)
+    return about(meter, arguments) | report(meter, arguments)
+
+
+def about(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where this was measured, and what is measured without training."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+        "shape": "tiny" if arguments.tiny else arguments.shape,
+        "sync": {name: round(value, 4) for name, value in meter.sync.items()},
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
+    }
 
 
 def report(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,19 +272,13 @@ def report(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
     names = sorted(name for name in counted[-1] if name.startswith("timing_s/"))
     phases = {name.removeprefix("timing_s/"): statistics.median(row[name] for row in counted) for name in names}
     tokens = counted[-1]["response_length/mean"] * arguments.prompts * arguments.samples
-    cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "torch": torch.__version__,
-        "shape": "tiny" if arguments.tiny else arguments.shape,
         "step_s": round(step, 3),
         "response_tokens_per_s": round(tokens / step, 1),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "log_prob_gap": counted[-1]["rollout_corr/abs_log_prob_gap"],
         "canary_gap": counted[-1]["rollout/canary_gap"],
         "engine": meter.engine,
-        "sync": {name: round(value, 4) for name, value in meter.sync.items()},
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
     }
 
 
@@ -264,6 +289,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
     parser.add_argument("--tiny", action="store_true", help="a small model, eager")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share an engine")
+    parser.add_argument("--sync-only", action="store_true", help="no training: how long weights take")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--precision", default="bf16-mixed")

@@ -126,15 +126,18 @@ class RolloutCallback(Callback):
             with module.phase("update_weights"):
                 self.sync_weights(module)
             self._weights_step = trainer.global_step
+        with module.phase("gen"):
+            return self._generate(module, self._prompts(trainer, batch, sampling, purpose), sampling)
+
+    def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
+        """What the engine is asked."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
-        step = trainer.global_step if purpose == "train" else 0
+        step = trainer.global_step if purpose in ("train", "ahead") else 0
         seeds = [
             [derive_seed(run_seed(), purpose, step, row, sample) for sample in range(sampling.num_samples)]
             for row in batch["row_index"].tolist()
         ]
-        prompts = Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
-        with module.phase("gen"):
-            return self._generate(module, prompts, sampling)
+        return Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
 
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
         """The engine's answers."""

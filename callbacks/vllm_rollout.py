@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.one_step_off import Ahead, check_overlap
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
@@ -47,8 +48,13 @@ class VLLMRollout(RolloutCallback):
         sleeps: Whether the engine gives its GPU memory back while the policy learns.
         canary_limit: Largest gap, in nats per token. In bfloat16 a healthy gap is about 0.01, in float32 below 0.0001.
         deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
+        tensor_parallel_size: Training processes that share one engine, for models that don't fit on one GPU; it must
+            divide their number.
         beside: Run each engine in a process of its own, on GPUs that the trainer leaves alone. A dead one is replaced
             by a new one with the current weights, and what it was asked is asked anew. None shares the trainer's GPUs.
+        overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
+            of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
+            first two steps, and so is the first one after a run is resumed, which is not exact then. Needs ``beside``.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -65,7 +71,9 @@ class VLLMRollout(RolloutCallback):
         sleeps: bool = True,
         canary_limit: float = 0.05,
         deadline: float = 1800.0,
+        tensor_parallel_size: int = 1,
         beside: BesideConfig | None = None,
+        overlap: bool = False,
     ) -> None:
         super().__init__(sampling, val_sampling)
         if not 0 < gpu_memory_utilization <= 1:
@@ -79,7 +87,19 @@ class VLLMRollout(RolloutCallback):
         self.sleeps = sleeps
         self.canary_limit = canary_limit
         self.deadline = deadline
+        if tensor_parallel_size < 1:
+            raise ValueError(f"`rollout.tensor_parallel_size` must be at least 1, got {tensor_parallel_size}.")
+        if tensor_parallel_size > 1 and beside is not None:
+            raise ValueError(
+                "`rollout.tensor_parallel_size` shares the training processes' engine, but `rollout.beside` gives each"
+                f" its own. Set it to 1, or take `beside` out; got {tensor_parallel_size}."
+            )
+        self.tensor_parallel_size = tensor_parallel_size
         self.beside = beside
+        if overlap and beside is None:
+            raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
+        self.overlap = overlap
+        self._ahead: Ahead | None = None
         self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
@@ -89,7 +109,15 @@ class VLLMRollout(RolloutCallback):
 
     @override
     def make_engine(self, module: PostTrainingModule) -> VLLMEngine | ProcessEngine:
+        if module.trainer.world_size % self.tensor_parallel_size:
+            raise MisconfigurationException(
+                f"`rollout.tensor_parallel_size: {self.tensor_parallel_size}` does not divide the"
+                f" {module.trainer.world_size} training processes. Change it, or `trainer.devices`."
+            )
+        if self.overlap:
+            check_overlap(module)
         self._canary = None
+        self._ahead = None
         self._num_restarts = 0
         config = self._engine_config(module)
         if self.beside is None:
@@ -109,6 +137,7 @@ class VLLMRollout(RolloutCallback):
             gpu_memory_utilization=self.gpu_memory_utilization,
             enforce_eager=self.enforce_eager,
             deadline=self.deadline,
+            tensor_parallel_size=self.tensor_parallel_size,
             makes_text=any(each.stop or each.guide is not None for each in (self.sampling, self.val_sampling)),
         )
 
@@ -121,9 +150,38 @@ class VLLMRollout(RolloutCallback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self.overlap:
+            assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
+            self._swap(trainer, pl_module, batch, batch_idx)
+        else:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         pl_module.log("rollout/canary_gap", self._canary_gap, batch_size=1)
         self._rest()
+
+    def _swap(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any], batch_idx: int) -> None:
+        """Begin to sample this batch, and put in its place the one that was sampled meanwhile."""
+        ahead, asked, purpose = self._ahead, dict(batch), "train"
+        if ahead is None:
+            super().on_train_batch_start(trainer, module, batch, batch_idx)
+            purpose = "ahead"  # the same prompts once more, with other noise
+        else:
+            with module.phase("gen"):
+                rollout = self._attempt(module, ahead.take)
+            self._sync(trainer, module, batch)
+            batch.clear()
+            batch.update(ahead.batch | {"rollout": rollout})
+        age = 0 if ahead is None else trainer.global_step - ahead.weights_step
+        module.log("rollout/staleness", float(age), batch_size=1)
+        prompts = self._prompts(trainer, asked, self.sampling, purpose)
+        self._ahead = Ahead(asked, trainer.global_step, lambda: self._vllm.generate(prompts, self.sampling))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._ahead is not None and isinstance(self._engine, ProcessEngine):
+            self._engine.kill()  # nobody waits for what it samples
+            self._ahead.settle()
+            self._ahead = None
+        super().teardown(trainer, pl_module, stage)
 
     @property
     def _vllm(self) -> VLLMEngine | ProcessEngine:
@@ -141,13 +199,19 @@ class VLLMRollout(RolloutCallback):
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
+        if self._ahead is not None:
+            self._ahead.settle()
+        self._sync(trainer, module, batch)
+        return super()._sample(trainer, module, batch, sampling, purpose)
+
+    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
+        """Bring the engine to the newest policy, and see whether it has come there. Collective."""
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
                 self._attempt(module, lambda: self.sync_weights(module))
             self._weights_step = trainer.global_step
             with module.phase("canary"):
                 self._check_canary(module, batch, trainer.global_step)
-        return super()._sample(trainer, module, batch, sampling, purpose)
 
     @override
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
@@ -161,9 +225,12 @@ class VLLMRollout(RolloutCallback):
         """
         if self.beside is None:
             return work()
+        must_sync = False
         while True:
             death = None
             try:
+                if must_sync:
+                    self.sync_weights(module)
                 result = work()
             except EngineDiedError as error:
                 death = error
@@ -178,7 +245,7 @@ class VLLMRollout(RolloutCallback):
             if death is not None:
                 warnings.warn(f"{death} A new one takes its place.", stacklevel=2)
                 self._vllm.start(module.device)
-            self.sync_weights(module)
+            must_sync = True
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:

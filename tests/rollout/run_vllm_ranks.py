@@ -28,10 +28,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
     seed_everything(0)
     recorder = Recorder()
-    rollout = VLLMRollout(SamplingConfig(num_samples=4, max_new_tokens=6), enforce_eager=True)
+    rollout = VLLMRollout(
+        SamplingConfig(num_samples=4, max_new_tokens=6),
+        enforce_eager=True,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+    )
     strategy = STRATEGIES[arguments.strategy]() if arguments.devices > 1 else "auto"
     options = {"strategy": strategy, "devices": arguments.devices}
     trainer = make_trainer(arguments.out, rollout, recorder, **options)

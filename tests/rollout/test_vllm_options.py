@@ -27,6 +27,9 @@ from verl_lightning.rollout.vllm_config import BesideConfig, VLLMConfig
         ({"gpu_memory_utilization": 1.5}, r"`rollout.gpu_memory_utilization` must lie in \(0, 1\], got 1.5"),
         ({"canary_limit": 0.0}, r"`rollout.canary_limit` must be above 0 nats per token, got 0.0"),
         ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
+        ({"overlap": True}, r"`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`"),
+        ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
+        ({"tensor_parallel_size": 2, "beside": BesideConfig()}, r"Set it to 1, or take `beside` out; got 2"),
         ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, r"`temperature` is 0.7. Set it to 1, or"),
     ],
 )
@@ -82,6 +85,20 @@ def test_a_single_process_on_another_gpu_is_refused():
 def test_bad_values_of_vllm_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_overlap_needs_a_correction(tmp_path, tiny_folder, prompt_file):
+    trainer = make_trainer(tmp_path, VLLMRollout(beside=BesideConfig(), overlap=True))
+
+    with pytest.raises(MisconfigurationException, match=r"policy of one step before, but nothing corrects for that"):
+        trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+def test_an_engine_is_shared_by_equal_numbers_of_processes(tmp_path, tiny_folder, prompt_file):
+    trainer = make_trainer(tmp_path, VLLMRollout(tensor_parallel_size=2))
+
+    with pytest.raises(MisconfigurationException, match=r"`rollout.tensor_parallel_size: 2` does not divide the 1"):
+        trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
 
 
 def test_engines_beside_the_trainer_need_gpus_of_their_own():

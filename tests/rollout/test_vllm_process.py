@@ -12,9 +12,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
-from tests.runs import Recorder, make_ppo, make_trainer
+from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.modules.corrections import TruncatedImportanceSampling
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.vllm_config import BesideConfig
@@ -107,3 +108,20 @@ def test_a_run_goes_on_exactly_when_its_engine_is_killed(tmp_path, folder, promp
 def test_a_run_stops_when_engines_keep_dying(tmp_path, folder, prompt_file):
     with pytest.raises(RuntimeError, match=r"engines died 1 times, but `rollout.beside.max_restarts` is 0"):
         run_beside(tmp_path, folder, prompt_file, steps=(0,), max_restarts=0)
+
+
+def test_overlapped_responses_are_one_step_old_and_corrected(tmp_path, folder, prompt_file):
+    seed_everything(0, verbose=False)
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
+    rollout = VLLMRollout(sampling, sampling, enforce_eager=True, beside=BesideConfig(), overlap=True)
+    recorder = Recorder()
+    module = make_ppo(folder, actor=make_model_config(folder, lr=1e-2), corrections=[TruncatedImportanceSampling()])
+
+    make_trainer(tmp_path, rollout, recorder).fit(module, datamodule=make_prompt_data(prompt_file))
+
+    gaps = recorder.column("rollout_corr/abs_log_prob_gap")
+    assert recorder.column("rollout/staleness") == [0.0, 1.0, 1.0]
+    assert max(recorder.column("rollout/canary_gap")) < 1e-4
+    assert gaps[0] < 1e-4
+    assert min(gaps[1:]) > 1e-3
+    assert rollout._engine is None

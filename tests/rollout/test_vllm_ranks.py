@@ -27,9 +27,9 @@ def one_rank(tmp_path_factory, folder, prompt_file):
     return run(tmp_path_factory.mktemp("one"), folder, prompt_file, "ddp", 1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_sample_what_one_would(tmp_path, folder, prompt_file, one_rank, strategy):
-    two_ranks = run(tmp_path, folder, prompt_file, strategy, 2)
+@pytest.mark.parametrize(("strategy", "ranks_an_engine"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
+def test_two_ranks_sample_what_one_would(tmp_path, folder, prompt_file, one_rank, strategy, ranks_an_engine):
+    two_ranks = run(tmp_path, folder, prompt_file, strategy, 2, ranks_an_engine)
 
     assert len(one_rank) == len(two_ranks) == 3
     for one, two in zip(one_rank, two_ranks, strict=True):
@@ -37,8 +37,9 @@ def test_two_ranks_sample_what_one_would(tmp_path, folder, prompt_file, one_rank
         assert two["rollout/canary_gap"] < 1e-4
 
 
-def run(out, folder, prompts, strategy, devices):
+def run(out, folder, prompts, strategy, devices, ranks_an_engine=1):
     """Metrics of each step on the last rank."""
     words = ["--strategy", strategy, "--devices", str(devices), "--folder", folder, "--prompts", prompts, "--out", out]
+    words += ["--tensor-parallel-size", str(ranks_an_engine)]
     subprocess.run([sys.executable, SCRIPT, *words], check=True, capture_output=True)
     return json.loads((out / f"{devices - 1}.json").read_text())

@@ -167,6 +167,11 @@ class ProcessEngine:
             self._kill()
         self._process = self._connection = None
 
+    def kill(self) -> None:
+        """End the process at once, whatever it does; `stop` is still to follow."""
+        if self._process is not None:
+            self._kill()
+
     def _ask(self, do: str, **arguments: Any) -> None:
         self._send({"do": do, **arguments})
         self._answer()

@@ -1,6 +1,6 @@
 """The vLLM engine: fast sampling inside the training process, on the training devices.
 
-One engine a process, without tensor parallelism.
+One engine a process, or one that some processes share by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class VLLMEngine:
 
     Requests with the same prompt share its key-value cache. Each has a seed of its own, so a response depends on
     neither batch nor rank, up to rounding. Tokens go in and come out as ids; text is never made.
+
+    Processes that share an engine answer all their prompts together: `generate` is then collective among them.
 
     Args:
         config: What the engine is started with.
@@ -129,14 +131,18 @@ class VLLMEngine:
         """Each row of the rollout with its answer, as they are finished; raises what `generate` does."""
         if self._is_asleep:
             raise RuntimeError("the engine is asleep and has no weights. Call `load_weights` first.")
-        engine, late = self._running.llm_engine, self._add_requests(prompts, sampling)
+        asked, own = (prompts, slice(0, len(prompts))) if self.config.tensor_parallel_size == 1 else gather(prompts)
+        first, last = own.start * sampling.num_samples, own.stop * sampling.num_samples
+        engine, late = self._running.llm_engine, self._add_requests(asked, sampling)
         start = time.monotonic()
         while engine.has_unfinished_requests():
             for output in engine.step():
-                yield late.pop(output.request_id), _completion(output.outputs[0])
+                row = late.pop(output.request_id)
+                if first <= row < last:
+                    yield row - first, _completion(output.outputs[0])
             if late and time.monotonic() - start > self.config.deadline:
                 engine.abort_request(list(late))
-                raise TimeoutError(late_message(prompts, late.values(), self.config.deadline))
+                raise TimeoutError(late_message(asked, late.values(), self.config.deadline))
 
     def stop(self) -> None:
         """Give back all memory; may be called twice."""
@@ -172,6 +178,7 @@ class VLLMEngine:
             "enforce_eager": self.config.enforce_eager,
             "logprobs_mode": self.config.log_probs_mode,
             "distributed_executor_backend": launcher(self._device),
+            "tensor_parallel_size": self.config.tensor_parallel_size,
             "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
             "skip_tokenizer_init": not self.config.makes_text,
             "enable_prefix_caching": True,
@@ -230,6 +237,21 @@ class VLLMEngine:
                 f"a prompt of {prompt} tokens and a response of {response} don't fit into the engine's {limit} tokens."
                 " Lower `data.max_prompt_length` or `rollout.sampling.max_new_tokens`."
             )
+
+
+def gather(prompts: Prompts) -> tuple[Prompts, slice]:
+    """The prompts of all processes that share the engine, and which of them are this one's. Collective among them."""
+    group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
+    parts: list[Any] = [None] * group.world_size
+    dist.all_gather_object(parts, (tokens, prompts.seeds), group=group.cpu_group)
+    rows = [torch.tensor(row).flip(0) for part, _ in parts for row in part]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids, lengths = pad(rows, batch_first=True).flip(1), torch.tensor([len(row) for row in rows])
+    mask = torch.arange(ids.shape[1]).flip(0) < lengths[:, None]
+    before = sum(len(part) for part, _ in parts[: group.rank_in_group])
+    seeds = [each for _, part in parts for each in part]
+    return Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds), slice(before, before + len(prompts))
 
 
 def _completion(output: Any) -> Completion:

@@ -44,6 +44,9 @@ class VLLMConfig:
     deadline: float = 1800.0
     """Most seconds of one `generate`."""
 
+    tensor_parallel_size: int = 1
+    """Training processes that share one engine, each with a part of every layer; neighbours by rank."""
+
     makes_text: bool = False
     """Whether vLLM follows responses as text too, for stop strings and guided decoding."""
 
