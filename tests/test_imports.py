@@ -28,7 +28,7 @@ ALLOWED = {
     "rollout": BASE | {"models", "ray"},
     "strategies": BASE | {"models"},
     "modules": BASE | {"models", "rewards", "rollout", "strategies"},
-    "callbacks": BASE | {"models", "rewards", "rollout", "strategies", "modules"},
+    "callbacks": BASE | {"models", "ray", "rewards", "rollout", "strategies", "modules"},
     **{
         name: BASE | {"data", "models", "rewards", "rollout", "strategies", "modules", "callbacks", "ray"} | CLI
         for name in CLI
