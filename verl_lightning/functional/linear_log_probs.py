@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_lightning.functional.log_probs import _backward_chunk, _forward_chunk, _fused
 
-_CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 2**30
+_CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 2**29
 """Logits at a time: enough rows for fast matrix products. Fused kernels hold no float32 copies of them."""
 
 

@@ -182,7 +182,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 @functools.cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamic shapes: batches and responses of another size must not compile anew.
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(logits: Tensor, *others: Any) -> Any:
+        # All but the vocabulary: to find the row of each element, kernels divide by it, which is cheap by a constant.
+        torch._dynamo.mark_static(logits, logits.dim() - 1)
+        return compiled(logits, *others)
+
+    return call
 
 
 def _response_chunks(shape: torch.Size, *, is_whole: bool) -> list[slice]:
