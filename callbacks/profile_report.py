@@ -117,7 +117,7 @@ def summary_rows(records: Sequence[StepRecord], mfu_names: Mapping[str, str]) ->
     tokens = _mean(record.metrics.get("perf/total_num_tokens") for record in records)
     rows = []
     for name, spent in seconds.items():
-        speed = tokens / spent if tokens is not None and spent else None
+        speed = tokens / spent if tokens is not None and spent > 1e-3 * wall else None
         mfu = _mean(record.metrics.get(f"perf/mfu/{mfu_names.get(name)}") for record in records)
         rows.append(Row(name, spent, spent / wall, speed, mfu, peaks[name] / 2**30 or None))
     outside = sum(part.end - part.start for record in records for part in record.outside) / steps

@@ -15,7 +15,8 @@ table { border-collapse: collapse; width: 100%; table-layout: fixed }
 th { text-align: left; border-bottom: 2px solid #888; padding: .3rem .6rem; cursor: pointer }
 td { vertical-align: top; border-bottom: 1px solid #ddd; padding: .3rem .6rem; overflow-wrap: anywhere }
 td.text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size: 13px }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.text div { max-height: 16rem; overflow-y: auto }
+th.number { text-align: right } td.number { text-align: right; font-variant-numeric: tabular-nums }
 .short { width: 7rem } tr.good td { background: #eef7ef } tr.bad td { background: #fbeff0 } #count { color: #666 }
 </style></head><body><header><h1>Samples</h1>
 <label>Table <select id="table"></select></label>
@@ -40,6 +41,7 @@ columns.forEach((name) => {
   const head = document.createElement("th");
   head.textContent = name.replace("_", " ");
   if (!["prompt", "response"].includes(name)) head.className = "short";
+  if (["reward", "advantage"].includes(name)) head.className += " number";
   head.onclick = () => { falling = order === name ? !falling : true; order = name; show(); };
   get("heads").append(head);
 });
@@ -57,7 +59,9 @@ function show() {
       const cell = document.createElement("td"), value = row[name];
       const isNumber = typeof value === "number";
       cell.className = isNumber ? "number" : name === "data_source" ? "" : "text";
-      cell.textContent = value === undefined || value === null ? "" : isNumber ? value.toFixed(3) : value;
+      const box = document.createElement("div");
+      box.textContent = value === undefined || value === null ? "" : isNumber ? value.toFixed(3) : value;
+      cell.append(box);
       line.append(cell);
     });
     return line;

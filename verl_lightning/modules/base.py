@@ -81,6 +81,7 @@ class PostTrainingModule(LightningModule):
         super().__init__()
         self.policy_config = policy_config
         self.clock = PhaseClock()
+        self._listeners: tuple[tuple[int, ...], tuple[list[PhaseListener], list[PhaseEndListener]]] | None = None
         # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
         # not here: the update is over when `training_step` returns.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -133,15 +134,27 @@ class PostTrainingModule(LightningModule):
 
         Must not lie within another phase: the times of all phases add up.
         """
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, PhaseListener):
-                callback.on_phase_start(self, name)
+        starts, ends = self._phase_listeners
+        for listener in starts:
+            listener.on_phase_start(self, name)
         label = f"[{type(self).__name__}]{name}"
         with self.trainer.profiler.profile(label), self.clock.measure(name) as span:  # type: ignore[attr-defined]
             yield
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, PhaseEndListener):
-                callback.on_phase_end(self, span)
+        for hears_end in ends:
+            hears_end.on_phase_end(self, span)
+
+    @property
+    def _phase_listeners(self) -> tuple[list[PhaseListener], list[PhaseEndListener]]:
+        """Callbacks that hear of phases; asked for once a list of callbacks, as `isinstance` of protocols is slow."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        key = tuple(map(id, callbacks))
+        if self._listeners is None or self._listeners[0] != key:
+            starts: list[PhaseListener] = [callback for callback in callbacks if isinstance(callback, PhaseListener)]
+            ends: list[PhaseEndListener] = [
+                callback for callback in callbacks if isinstance(callback, PhaseEndListener)
+            ]
+            self._listeners = (key, (starts, ends))
+        return self._listeners[1]
 
     def take_timings(self) -> dict[str, float]:
         """Seconds and memory of each phase since the last call and of all that time, over ranks. Collective."""
