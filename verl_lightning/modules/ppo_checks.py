@@ -70,8 +70,9 @@ def check_sampling(
         raise ValueError("`rollout.sampling.temperature` is 0: greedy responses teach nothing. Set it above 0.")
     if corrections and sampling.is_truncated:
         raise ValueError(
-            "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`"
-            " or `top_k` samples from a part of it. Set `top_p: 1.0` and `top_k: 0`, or take `corrections` out."
+            "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`,"
+            " `top_k` or `guide` samples from a part of it. Set `top_p: 1.0` and `top_k: 0` and no `guide`, or take"
+            " `corrections` out."
         )
     if shaping.overlong_buffer >= sampling.max_new_tokens:
         raise ValueError(
