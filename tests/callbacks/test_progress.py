@@ -30,7 +30,9 @@ def test_the_bar_shows_phases_reward_and_speed(fit, capsys):
 
     first, second = watcher.training[: len(watcher.training) // 2], watcher.training[len(watcher.training) // 2 :]
     names = ["weight sync", "rollout", "reward", "log-probs", "values", "advantages", "critic update", "actor update"]
-    assert [name for name in dict.fromkeys(first) if "reference" not in name and "metrics" not in name] == [f"Step 0 {name}" for name in names]
+    assert [name for name in dict.fromkeys(first) if "reference" not in name and "metrics" not in name] == [
+        f"Step 0 {name}" for name in names
+    ]
     assert "Step 1 rollout" in second
     assert "Validation rollout" in watcher.validation
     assert "Validation reward" in watcher.validation
