@@ -36,7 +36,7 @@ class RayRollout(RolloutCallback):
         gpus_per_replica: int = 0,
         cpus_per_replica: float = 1.0,
     ) -> None:
-        super().__init__(rollout.sampling, rollout.val_sampling)
+        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns)
         if num_replicas < 1:
             raise ValueError(f"`rollout.num_replicas` must be at least 1, got {num_replicas}.")
         if gpus_per_replica not in (0, 1):

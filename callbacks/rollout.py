@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import abstractmethod
 from typing import Any
 
@@ -13,6 +14,7 @@ from typing_extensions import override
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.turns import TurnsConfig, play
 from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.types import Rollout
 
@@ -28,16 +30,21 @@ class RolloutCallback(Callback):
     Args:
         sampling: How training responses are sampled.
         val_sampling: How validation and test responses are sampled.
+        turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
         MisconfigurationException: In ``setup``, if the module has no policy to sample from.
     """
 
     def __init__(
-        self, sampling: SamplingConfig = SamplingConfig(), val_sampling: SamplingConfig = SamplingConfig()
+        self,
+        sampling: SamplingConfig = SamplingConfig(),
+        val_sampling: SamplingConfig = SamplingConfig(),
+        turns: TurnsConfig | None = None,
     ) -> None:
         self.sampling = sampling
         self.val_sampling = val_sampling
+        self.turns = turns
         self._engine: RolloutEngine | None = None
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
 
@@ -126,8 +133,12 @@ class RolloutCallback(Callback):
             with module.phase("update_weights"):
                 self.sync_weights(module)
             self._weights_step = trainer.global_step
+        prompts = self._prompts(trainer, batch, sampling, purpose)
         with module.phase("gen"):
-            return self._generate(module, self._prompts(trainer, batch, sampling, purpose), sampling)
+            if self.turns is None:
+                return self._generate(module, prompts, sampling)
+            ask = functools.partial(self._generate, module)
+            return play(ask, prompts, sampling, self.turns, module.tokenizer)
 
     def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
         """What the engine is asked."""
@@ -158,6 +169,7 @@ class HFRollout(RolloutCallback):
         sampling: How training responses are sampled.
         val_sampling: How validation and test responses are sampled.
         batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
+        turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
         ValueError: If an option of the sampling needs vLLM.
@@ -168,8 +180,9 @@ class HFRollout(RolloutCallback):
         sampling: SamplingConfig = SamplingConfig(),
         val_sampling: SamplingConfig = SamplingConfig(),
         batch_size: int = 1024,
+        turns: TurnsConfig | None = None,
     ) -> None:
-        super().__init__(sampling, val_sampling)
+        super().__init__(sampling, val_sampling, turns)
         for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
             if each.stop or each.guide is not None:
                 raise ValueError(

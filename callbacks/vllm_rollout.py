@@ -21,6 +21,7 @@ from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
+from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, VLLMConfig
 from verl_lightning.seeding import derive_seed
@@ -55,6 +56,7 @@ class VLLMRollout(RolloutCallback):
         overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
             of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
             first two steps, and so is the first one after a run is resumed, which is not exact then. Needs ``beside``.
+        turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -74,8 +76,9 @@ class VLLMRollout(RolloutCallback):
         tensor_parallel_size: int = 1,
         beside: BesideConfig | None = None,
         overlap: bool = False,
+        turns: TurnsConfig | None = None,
     ) -> None:
-        super().__init__(sampling, val_sampling)
+        super().__init__(sampling, val_sampling, turns)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if canary_limit <= 0:
@@ -93,6 +96,11 @@ class VLLMRollout(RolloutCallback):
             raise ValueError(
                 "`rollout.tensor_parallel_size` shares the training processes' engine, but `rollout.beside` gives each"
                 f" its own. Set it to 1, or take `beside` out; got {tensor_parallel_size}."
+            )
+        if turns is not None and (tensor_parallel_size > 1 or beside is not None):
+            raise ValueError(
+                "`rollout.turns` needs an engine for each training process, inside it: conversations end at different"
+                " times. Set `rollout.tensor_parallel_size` to 1 and take `rollout.beside` out."
             )
         self.tensor_parallel_size = tensor_parallel_size
         self.beside = beside
@@ -278,6 +286,8 @@ class VLLMRollout(RolloutCallback):
         """The longest prompt and response; without a limit on prompts, what the model can read."""
         longest_prompt = getattr(getattr(trainer, "datamodule", None), "max_prompt_length", None)
         longest_response = max(self.sampling.max_new_tokens, self.val_sampling.max_new_tokens)
+        if self.turns is not None:
+            longest_response *= 2  # a turn is asked for as many tokens as the shortest conversation has room for
         return None if longest_prompt is None else longest_prompt + longest_response
 
 

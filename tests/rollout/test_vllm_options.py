@@ -16,8 +16,16 @@ from verl_lightning.callbacks import HFRollout, VLLMRollout
 from verl_lightning.callbacks.vllm_rollout import engine_dtype, engine_gpu, log_probs_mode
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
+from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.rollout.vllm import launcher
 from verl_lightning.rollout.vllm_config import BesideConfig, VLLMConfig
+
+
+class Silence(Environment):
+    """Says nothing."""
+
+    def respond(self, conversation):
+        return None
 
 
 @pytest.mark.parametrize(
@@ -30,6 +38,7 @@ from verl_lightning.rollout.vllm_config import BesideConfig, VLLMConfig
         ({"overlap": True}, r"`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`"),
         ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
         ({"tensor_parallel_size": 2, "beside": BesideConfig()}, r"Set it to 1, or take `beside` out; got 2"),
+        ({"turns": TurnsConfig(environment=Silence()), "beside": BesideConfig()}, r"take `rollout.beside` out"),
         ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, r"`temperature` is 0.7. Set it to 1, or"),
     ],
 )

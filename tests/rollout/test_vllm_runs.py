@@ -8,6 +8,7 @@ from lightning.pytorch import seed_everything
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.test_turns import Clerk
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
@@ -16,6 +17,7 @@ from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 
 pytestmark = [pytest.mark.backend, pytest.mark.filterwarnings("ignore")]  # vLLM warns of many things
@@ -124,3 +126,16 @@ def test_ppo_learns_from_vllm(tmp_path, prompt_file):
     rewards = recorder.column("critic/score/mean")
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     assert max(recorder.column("rollout/canary_gap")) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_conversations(tmp_path, folder, prompt_file):
+    recorder = Recorder()
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=24)
+    rollout = make_vllm_rollout(sampling=sampling, turns=TurnsConfig(environment=Clerk(), max_turns=3))
+
+    make_trainer(tmp_path, rollout, recorder).fit(make_ppo(folder), datamodule=make_prompt_data(prompt_file))
+
+    assert len(recorder.steps) == 3
+    assert max(recorder.column("rollout/canary_gap")) < 1e-4
+    assert recorder.column("rollout_corr/abs_log_prob_gap")[0] < 1e-4

@@ -22,6 +22,9 @@ class Completion(NamedTuple):
     is_truncated: bool
     """Whether it met the length limit before its end."""
 
+    is_own: list[bool] | None = None
+    """False on tokens that the policy read from others in the middle of it; None where all are its own."""
+
 
 def request_name(prompts: Prompts, row: int) -> str:
     """What a user knows a rollout's row by."""
@@ -46,12 +49,13 @@ def to_rollout(
     lengths = torch.tensor([len(row) for row in tokens], device=device)
     pad = torch.nn.utils.rnn.pad_sequence
     response_ids = pad(tokens, batch_first=True, padding_value=pad_token_id).to(device)
-    response_mask = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]
+    is_real = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]
+    is_own = [torch.tensor(completion.is_own or [True] * len(completion.token_ids)) for completion in completions]
     prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(sampling.num_samples)
     return Rollout(
         input_ids=torch.cat([prompts.prompt_ids[prompt_index], response_ids], 1),
-        attention_mask=torch.cat([prompts.prompt_mask[prompt_index], response_mask], 1),
-        response_mask=response_mask,
+        attention_mask=torch.cat([prompts.prompt_mask[prompt_index], is_real], 1),
+        response_mask=pad(is_own, batch_first=True).to(device),
         temperature=sampling.temperature or 1.0,
         rollout_log_probs=pad(log_probs, batch_first=True).to(device),
         is_truncated=torch.tensor([completion.is_truncated for completion in completions], device=device),
