@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster_address() -> Iterator[str]:
-    """Address of a cluster of two nodes with two CPUs each, as Ray counts them; both on this machine."""
+    """Address of a cluster of two nodes with five CPUs each, as Ray counts them; both on this machine."""
     cluster = start_cluster()
     yield cluster.address
     cluster.shutdown()
@@ -30,10 +30,10 @@ def start_cluster(attempts: int = 3) -> Any:
     """Starts it, again if the machine is so busy that Ray's own 30 seconds do not do."""
     from ray.cluster_utils import Cluster
 
-    size = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 200 * 2**20}
+    size = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
-        cluster.add_node(**size)
+        cluster.add_node(**size, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
         cluster.wait_for_nodes()
     except Exception:
         cluster.shutdown()

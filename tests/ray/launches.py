@@ -48,7 +48,7 @@ def finish(process: subprocess.Popen[str], folder: Path, *, code: int = 0) -> st
 
 def ray_words(address: str, *options: str) -> list[str]:
     """`ray` with two workers, one on each node, and the words of the run."""
-    return ["ray", "--num-workers", "2", "--cpus-per-worker", "2", "--address", address, *options, *RUN]
+    return ["ray", "--num-workers", "2", "--cpus-per-worker", "3", "--address", address, *options, *RUN]
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:

@@ -79,10 +79,11 @@ def test_bad_options_are_refused(words, message):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_over_asking_fails_within_ten_seconds(cluster_address, tmp_path):
-    words = ["ray", "--num-workers", "3", "--cpus-per-worker", "2", "--address", cluster_address, *RUN]
+    words = ["ray", "--num-workers", "3", "--cpus-per-worker", "3", "--address", cluster_address, *RUN]
 
     begin = time.monotonic()
     output = finish(start(tmp_path, *words), tmp_path, code=2)
 
     assert time.monotonic() - begin < 10
-    assert "needs 6 CPUs (3 x 2 CPUs, each on one node), but the cluster has 4 CPUs" in output
+    assert "needs 9 CPUs (3 x 3 CPUs, each on one node), but the cluster has 10 CPUs" in output
+    assert "which hold 2 (1 on" in output

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.ray.launches import RUN, assert_same_run, finish, ray_words, start
 from tests.resume.attempt import write_settings
+from tests.resume.experiment import read_metrics
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,6 +39,11 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.05)
 
 
+def as_numbers(row: dict[str, str]) -> dict[str, float]:
+    """A row of a metrics file."""
+    return {name: float(value) for name, value in row.items()}
+
+
 def processes_in(folder: Path) -> list[int]:
     """Processes whose working directory is a folder, and which have not ended."""
     found = []
@@ -51,9 +58,27 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def test_two_nodes_give_the_losses_of_two_processes(cluster_address, runs):
-    finish(start(runs / "ray", *ray_words(cluster_address)), runs / "ray")
+    output = finish(start(runs / "ray", *ray_words(cluster_address)), runs / "ray")
 
+    assert "world_rank=1, local_rank=0, node_rank=1" in output
     assert_same_run(runs / "ray", runs / "ddp")
+
+
+def test_rewards_and_engines_in_actors_give_the_same_run(cluster_address, runs):
+    sampling = {"num_samples": 2, "max_new_tokens": 6}
+    engines = {"num_replicas": 1, "rollout": {"class_path": "HFRollout", "init_args": {"sampling": sampling}}}
+    changes = {
+        "model": {"init_args": {"reward": {"backend": "ray", "num_workers": 1}}},
+        "rollout": {"class_path": "RayRollout", "init_args": engines},
+    }
+    (runs / "ray.yaml").write_text(yaml.safe_dump(changes))
+
+    finish(start(runs / "actors", *ray_words(cluster_address), "--config", "../ray.yaml"), runs / "actors")
+
+    # An engine's log-probs depend on its batch in the last bits; its tokens don't, nor what is learnt from them.
+    ours, theirs = (read_metrics(runs / name / "runs/version_0") for name in ("actors", "ddp"))
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        assert as_numbers(our_row) == pytest.approx(as_numbers(their_row), rel=1e-4, abs=1e-5)
 
 
 def test_a_killed_worker_costs_nothing_but_time(cluster_address, runs):

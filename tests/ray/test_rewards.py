@@ -65,8 +65,8 @@ def test_a_killed_actor_is_replaced_and_its_samples_scored_again(joined_cluster,
 @pytest.mark.slow
 @starts_ray
 def test_refusals_reach_the_caller_as_themselves(joined_cluster):
-    with pytest.raises(PlacementError, match=re.escape("`reward.num_workers 5` needs 5 CPUs")):
-        RayRewardPool(config_of("picky", num_workers=5)).start()
+    with pytest.raises(PlacementError, match=re.escape("`reward.num_workers 11` needs 11 CPUs")):
+        RayRewardPool(config_of("picky", num_workers=11)).start()
     with pytest.raises(ValueError, match="missing"):
         RayRewardPool(config_of("missing")).start()
     pool = RayRewardPool(config_of("picky", max_error_share=0.05))
