@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -164,6 +165,25 @@ def test_a_step_that_fails_leaves_its_trace(tmp_path, tiny_folder, chat_file):
         train("sft", tmp_path, tiny_folder, chat_file, profiler, Fails())
 
     assert "step 2" in names_in(tmp_path / "out/torch_step=2_rank=0.json.gz")
+
+
+class TakesAllMemory(Callback):
+    """Asks for more than any GPU has, in the second step."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == 1:
+            torch.empty(2**45, dtype=torch.uint8, device=pl_module.device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_exhausted_memory_leaves_a_snapshot(tmp_path, tiny_folder, chat_file):
+    profiler = ProfilerCallback(tool="memory", steps=[1], folder=str(tmp_path / "out"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train("sft", tmp_path, tiny_folder, chat_file, profiler, TakesAllMemory(), accelerator="gpu")
+
+    names = {path.name for path in (tmp_path / "out").glob("*.pickle")}
+    assert names == {"memory_step=1_rank=0.pickle", "out_of_memory_rank=0.pickle"}
 
 
 def test_lightnings_simple_profiler_shows_the_same_phases_beside_it(tmp_path, tiny_folder, chat_file):
