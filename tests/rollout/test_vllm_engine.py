@@ -149,3 +149,31 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused(engine):
 def test_an_engine_that_was_not_started_says_so(folder):
     with pytest.raises(RuntimeError, match="`start` the engine"):
         make_vllm_engine(folder).generate(make_prompts(), GREEDY)
+
+
+@pytest.mark.slow
+def test_the_engine_serves_the_newest_adapter_alone(folder, tmp_path):
+    config = ModelConfig(path=str(folder), lora=LoraConfig(rank=4))
+    scorer = build_scorer(config, "policy", trainable=True).eval()
+    engine = make_vllm_engine(folder, lora_rank=4)
+    engine.start(torch.device("cpu"))
+    gaps, responses = [], []
+    for std in (0.5, 1.0):
+        with torch.no_grad():
+            for name, parameter in scorer.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=std)
+        scorer.backbone.save_pretrained(tmp_path / str(std))
+
+        engine.load_adapter(tmp_path / str(std))
+
+        rollout = engine.generate(make_prompts(), GREEDY)
+        expected = scorer(rollout).log_probs.where(rollout.response_mask, 0.0).detach()
+        gaps.append(float((rollout.rollout_log_probs - expected).abs().max()))
+        responses.append(rollout.response_ids)
+    served = set(engine._running.llm_engine.list_loras())
+    engine.stop()
+
+    assert served == {2}
+    assert max(gaps) < 1e-3  # float32, beside the base in both, in another order
+    assert not torch.equal(*responses)

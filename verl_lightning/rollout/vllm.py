@@ -77,14 +77,22 @@ class VLLMEngine:
         self._wake_cache()
 
     def load_adapter(self, folder: Path) -> None:
-        """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached."""
+        """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached.
+
+        Raises:
+            RuntimeError: If the engine does not confirm that it serves this version and no other.
+        """
         engine = self._running.llm_engine
         self._wake_weights()
+        version = 1
         if self._adapter is not None:
+            version += self._adapter.lora_int_id
             engine.remove_lora(self._adapter.lora_int_id)
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        self._adapter = request("policy", 1, str(folder))
+        self._adapter = request("policy", version, str(folder))
         engine.add_lora(self._adapter)
+        if (served := set(engine.list_loras())) != {version}:
+            raise RuntimeError(f"vLLM was given version {version} of the adapter, but serves the versions {served}.")
         self._wake_cache()
 
     def _wake_weights(self) -> None:
