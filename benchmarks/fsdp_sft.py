@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,7 +70,7 @@ class Result:
 class StepTimer(Callback):
     """Times the steps inside `fit`, then the same steps outside Lightning's loop, and looks into a few with a profiler.
 
-    The device is waited for at the two ends of what is timed and nowhere else, as in training.
+    The device is never waited for while steps are timed, as in training; medians are told.
 
     Args:
         warmup: First steps of `fit` that are not counted: they compile.
@@ -81,7 +83,7 @@ class StepTimer(Callback):
         self.fit_seconds = self.bare_seconds = float("nan")  # of one step
         self.loss = float("nan")
         self.profile = Profile() if profiles else None
-        self._start = 0.0
+        self._marks: list[Any] = []
 
     @property
     def num_fit_steps(self) -> int:
@@ -90,8 +92,8 @@ class StepTimer(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.warmup:
-            self._start = now()
+        if self.warmup <= batch_idx <= self.warmup + self.steps:
+            self._marks.append(mark())
         if batch_idx == self.warmup + self.steps and self.profile is not None:
             self.profile.start()
 
@@ -99,8 +101,8 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx + 1 == self.warmup + self.steps:
-            self.fit_seconds = (now() - self._start) / self.steps
+        if batch_idx + 1 == self.warmup + self.steps and self.profile is None:
+            self._marks.append(mark())
         if batch_idx + 1 == self.num_fit_steps and self.profile is not None:
             self.profile.stop()
 
@@ -108,14 +110,12 @@ class StepTimer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SFTModule)
         optimizer: Any = trainer.optimizers[0]
-        start, loss = 0.0, torch.zeros(())
-        for index, batch in enumerate(trainer.train_dataloader):
-            if index == 1:
-                start = now()
-            if index > self.steps:
-                break
+        self.fit_seconds = median_seconds(self._marks)
+        marks, loss = [], torch.zeros(())
+        for batch in itertools.islice(trainer.train_dataloader, self.steps + 1):
             loss = bare_step(pl_module, optimizer, batch.to(pl_module.device))
-        self.bare_seconds = (now() - start) / self.steps
+            marks.append(mark())
+        self.bare_seconds = median_seconds(marks)
         self.loss = float(loss) / pl_module.contract.gradient_divisor
 
 
@@ -176,6 +176,24 @@ def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenB
     optimizer.step()
     optimizer.zero_grad()
     return contract.sum_over_data_parallel(loss.detach())
+
+
+def mark() -> Any:
+    """A moment of the device's time, taken without waiting for it; of the host's without a GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def median_seconds(marks: list[Any]) -> float:
+    """Between consecutive moments; a step that compiles or collects garbage does not count."""
+    now()
+    pairs = itertools.pairwise(marks)
+    if not torch.cuda.is_available():
+        return statistics.median(after - before for before, after in pairs)
+    return statistics.median(before.elapsed_time(after) for before, after in pairs) / 1000
 
 
 def now() -> float:

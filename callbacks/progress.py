@@ -50,4 +50,6 @@ class PhaseProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer, pl_module):  # type: ignore[no-untyped-def]
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)  # says where the files are, which does not change
+        if trainer.training and (loss := trainer.callback_metrics.get("train/loss")) is not None:
+            metrics["train/loss"] = float(loss)  # waits for the device, only when the bar is drawn
         return metrics

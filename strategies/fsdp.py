@@ -26,6 +26,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn
 from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
+from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_checkpoint import (
     is_sharded,
     load_sharded_model,
@@ -163,8 +164,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
             if index % self.checkpoint_every:
                 block.gradient_checkpointing = False  # type: ignore[assignment]
             if self.compile:
-                # The forward method alone, so that FSDP's hooks and the recomputation stay outside.
-                block.forward = torch.compile(block.forward)
+                compile_block(block)
         assert self._shard_mesh is not None
         shard(
             model,

@@ -116,7 +116,8 @@ class SFTModule(PostTrainingModule):
         if (tokens := self._batch_tokens) is None:  # one of several micro-batches
             return
         token_sum = self.contract.sum_over_data_parallel(-torch.stack(self._log_prob_sums).sum())
-        self.log("train/loss", token_sum / tokens.clamp(min=1), prog_bar=True, batch_size=1)
+        # Not `prog_bar`: Lightning would wait for the device at each batch. Our progress bar reads it when it redraws.
+        self.log("train/loss", token_sum / tokens.clamp(min=1), batch_size=1)
         self.log("train/global_tokens", tokens.float(), batch_size=1)
 
     def _micro_batches(self, batch: TokenBatch) -> list[TokenBatch]:
