@@ -16,10 +16,12 @@ from torch.testing import assert_close
 from tests.rollout.test_hf_engine import make_engine, make_prompts
 from tests.tiny import tiny_model
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.ray.actors import Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.ray_engines import RayEngines, join_rollouts, num_tokens, split_prompts
+from verl_lightning.rollout.process import buckets
+from verl_lightning.rollout.ray_engines import EngineActor, RayEngines, join_rollouts, num_tokens, split_prompts
 
 CPU = torch.device("cpu")
 FIELDS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "is_truncated", "prompt_index")
@@ -82,6 +84,25 @@ def test_a_killed_engine_is_replaced_and_its_prompts_answered(joined_cluster, ti
     assert killed
     assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
     replicas.stop()
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_replica_with_old_weights_loads_the_newest_before_it_answers(joined_cluster, tiny_folder):
+    import ray
+
+    old, new = (list(tiny_model(seed=seed).named_parameters()) for seed in (1, 2))
+    references = [[ray.put(message) for message in buckets(iter(weights))] for weights in (old, new)]
+    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
+    alone = make_engine(tiny_folder)
+    alone.load_weights(new)
+    replica = EngineActor(make_engine(tiny_folder), CPU, Home.here())
+    replica.load_weights(1, references[0])
+
+    version, rollout = replica.generate(2, references[1], make_prompts(), sampling)
+
+    assert version == 2
+    assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
 
 
 def test_prompts_are_split_evenly_and_joined_again(tiny_folder):

@@ -17,6 +17,7 @@ from tests.resume.experiment import read_metrics
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # half a minute each on an idle machine
     pytest.mark.skipif(sys.platform != "linux", reason="starts gloo processes and reads /proc"),
 ]
 
