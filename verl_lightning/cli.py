@@ -18,6 +18,7 @@ SUBCOMMANDS = ("fit", "validate", "test")
 
 HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
+       verl-fit doctor [PART ...]
 
 Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
 Lightning. Settings come from one or more YAML files, merged in their order; flags always win over files.
@@ -26,6 +27,7 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
   test       The same on the test data.
   ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
+  doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
 
 Examples:
   verl-fit --config grpo                           a configuration that ships with the package
@@ -66,6 +68,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         launch(argv[1:])
         raise SystemExit(0)
+    if argv[0] == "doctor":
+        from verl_lightning.doctor import main as examine  # late: it reads torch
+
+        try:
+            examine(argv[1:])
+        except ValueError as error:
+            fail(str(error))
     try:
         arguments = normalize_arguments(argv)
     except (FileNotFoundError, ValueError) as error:
