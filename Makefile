@@ -1,5 +1,6 @@
 # make run            install and train the quick start on this machine, about five minutes
 # make test           install and run the fast core of the tests, slow ones included
+# make reference      write docs/reference.md and docs/algorithms anew from types and docstrings
 # make test-backends  install vLLM and Megatron for CPUs and run the tests that need them, on Python 3.11 and 3.12
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,7 @@ STEPS ?= 80
 SEEDS ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-fast test-slow test-backends lint docs clean
+.PHONY: install run test test-fast test-slow test-backends lint docs reference clean
 
 install: $(VENV)/installed
 
@@ -42,6 +43,10 @@ lint: install
 
 docs: install
 	$(BIN)/python -m mkdocs build --strict
+
+reference: install
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_algorithms.py
 
 clean:
 	rm -rf $(VENV) .venv-backends .venv-megatron build dist *.egg-info
