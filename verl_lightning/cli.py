@@ -18,6 +18,7 @@ SUBCOMMANDS = ("fit", "validate", "test")
 
 HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
+       verl-fit migrate FILE [KEY=VALUE ...]
        verl-fit doctor [PART ...]
 
 Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
@@ -27,6 +28,7 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
   test       The same on the test data.
   ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
+  migrate    Translate a configuration of verl; see verl-fit migrate --help.
   doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
 
 Examples:
@@ -67,6 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         from verl_lightning.launch.driver import main as launch  # late: only this needs Ray
 
         launch(argv[1:])
+        raise SystemExit(0)
+    if argv[0] == "migrate":
+        from verl_lightning.migrate.command import main as migrate  # late: only this needs its tables
+
+        try:
+            migrate(argv[1:])
+        except (OSError, ValueError) as error:
+            fail(str(error))
         raise SystemExit(0)
     if argv[0] == "doctor":
         from verl_lightning.doctor import main as examine  # late: it reads torch

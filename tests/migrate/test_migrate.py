@@ -1,0 +1,177 @@
+"""What becomes of verl's settings; the fixtures state facts of verl 0.9's keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl_lightning.cli import main
+from verl_lightning.migrate.reading import read_verl
+from verl_lightning.migrate.report import migrate
+
+SCRIPT = r"""
+# a comment with data.train_batch_size=1
+MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+GPUS=4
+DATA=(
+    data.train_batch_size=64
+    data.max_response_length=1024
+)
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${DATA[@]}" \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.model.lora_rank=32 \
+    actor_rollout_ref.model.lora_alpha=64 \
+    actor_rollout_ref.actor.optim.lr=3e-6 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.rollout.layered_summon=True \
+    +actor_rollout_ref.rollout.never_heard_of=7 \
+    trainer.n_gpus_per_node=$GPUS \
+    trainer.save_freq=20 $@
+"""
+
+
+def migrated(tmp_path, text, *overrides, name="run.sh"):
+    return migrate(read_verl(str(write(tmp_path, text, name)), overrides))
+
+
+def fates(migration):
+    return {line.key: line.fate for line in migration.lines}
+
+
+def test_a_run_script_is_read_without_running_it(tmp_path):
+    """Arrays, variables, defaults, continued lines and comments are a shell's; overrides that follow win."""
+    ours = migrated(tmp_path, SCRIPT, "actor_rollout_ref.rollout.n=6").settings
+    actor = ours["model"]["init_args"]["actor"]
+    assert actor["path"] == "Qwen/Qwen3-0.6B"
+    assert actor["lora"] == {"rank": 32, "alpha": 64.0, "target_modules": "all-linear"}
+    assert actor["optim"]["lr"] == 3e-6
+    assert ours["data"]["init_args"]["prompts_per_step"] == 64
+    assert ours["rollout"]["init_args"]["sampling"]["num_samples"] == 6
+    assert ours["rollout"]["init_args"]["val_sampling"]["max_new_tokens"] == 1024
+    assert ours["trainer"]["devices"] == 4
+    assert ours["model"]["init_args"]["kl"] == {"place": "loss", "coef": 0.001, "estimator": "k3"}
+
+
+def test_every_key_has_a_line_and_an_unknown_one_is_not_supported(tmp_path):
+    """Nothing is dropped silently."""
+    given = read_verl(str(write(tmp_path, SCRIPT)), ())
+    found = fates(migrate(given))
+    assert set(found) == set(given)
+    assert found["actor_rollout_ref.rollout.never_heard_of"] == "not supported"
+    assert found["actor_rollout_ref.rollout.layered_summon"] == "not needed"
+    assert found["actor_rollout_ref.actor.kl_loss_type"] == "translated"
+
+
+def write(folder, text, name="run.sh"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+MEGATRON = """
+model_engine: megatron
+use_legacy_worker_impl: disable
+actor_rollout_ref:
+  actor:
+    strategy: megatron
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true}
+    optim: {lr: 1e-6, lr_decay_style: cosine, min_lr: 1e-7}
+    policy_loss: {loss_mode: gspo}
+    clip_ratio_low: 0.0003
+    clip_ratio_high: 0.0004
+    ppo_max_token_len_per_gpu: 4096
+    use_dynamic_bsz: true
+  ref: {megatron: {tensor_model_parallel_size: 4}}
+  model: {path: m, lora: {rank: 8, alpha: 16, target_modules: [linear_qkv, linear_proj, linear_fc1, linear_fc2]}}
+  rollout: {name: sglang, n: "${oc.select:algorithm.group,8}"}
+algorithm: {adv_estimator: rloo, rollout_correction: {rollout_rs: seq_mean_k1, rollout_rs_threshold: "0.5_2.0"}}
+trainer: {total_training_steps: 50, logger: [console]}
+global_profiler: {tool: torch_memory, steps: [3, 4]}
+"""
+
+
+def test_megatron_lora_corrections_and_profiler(tmp_path):
+    """The structured LoRA keys, the sizes, a schedule that ends with the run, and references with defaults."""
+    migration = migrated(tmp_path, MEGATRON, name="verl.yaml")
+    ours, module = migration.settings, migration.settings["model"]["init_args"]
+    assert (ours["trainer"]["strategy"], ours["megatron"]["tensor_parallel_size"]) == ("megatron", 2)
+    assert module["actor"]["lora"] == {"rank": 8, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
+    assert module["actor"]["optim"]["schedule"] == "cosine"
+    assert module["actor"]["optim"]["min_lr_ratio"] == pytest.approx(0.1)
+    assert module["policy_loss"] == {"class_path": "GSPO", "init_args": {"clip_low": 0.0003, "clip_high": 0.0004}}
+    assert module["update"]["max_tokens_per_micro_batch"] == 4096
+    assert module["corrections"][0]["init_args"]["high"] == pytest.approx(0.693147, abs=1e-6)  # log 2
+    assert ours["profile"]["init_args"] == {"tool": "memory", "steps": [3, 4]}
+    assert ours["rollout"]["init_args"]["sampling"]["num_samples"] == 8
+    assert "vLLM in its place" in next(line.words for line in migration.lines if line.key.endswith("rollout.name"))
+
+
+def test_a_role_that_differs_from_the_actor_must_be_decided(tmp_path):
+    """One strategy serves all models, so another size of the reference is no detail."""
+    found = fates(migrated(tmp_path, MEGATRON, name="verl.yaml"))
+    assert found["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"] == "not supported"
+    assert found["use_legacy_worker_impl"] == "not needed"
+
+
+def test_sft_batches_are_shared_by_the_ranks(tmp_path):
+    """64 chats a step on 2 GPUs of 8 chats a pass: 8 a batch, 4 batches a step."""
+    words = ["data.train_batch_size=64", "data.micro_batch_size_per_gpu=8", "data.use_dynamic_bsz=False"]
+    given = read_verl(None, ["model.path=m", "optim.lr=1e-5", "trainer.n_gpus_per_node=2", *words])
+    ours = migrate(given).settings
+    assert ours["model"]["class_path"] == "SFTModule"
+    assert (ours["data"]["init_args"]["batch_size"], ours["trainer"]["accumulate_grad_batches"]) == (8, 4)
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.sh", SCRIPT), ("verl.yaml", MEGATRON)])
+def test_the_command_line_accepts_what_was_written(tmp_path, monkeypatch, capsys, name, text):
+    """The written file is parsed by `verl-fit`, with all its classes and options."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, text, name)
+    assert exit_code(["migrate", name, "--output", "ours.yaml"]) == 0
+    assert "keys:" in capsys.readouterr().out
+    assert exit_code(["--config", "ours.yaml", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out.partition("\n")[2])["model"]["class_path"].endswith("PPOModule")
+
+
+def exit_code(words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    return stop.value.code or 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.yaml"], "neither a file nor an override"),
+        (["trainer.nnodes=1", "algorithm.gamma=x"], "`algorithm.gamma` must be a number, got 'x'"),
+        (["trainer.nnodes=1", "nonsense"], "expected an override of verl's"),
+    ],
+)
+def test_mistakes_say_what_to_do(tmp_path, monkeypatch, capsys, words, message):
+    """One sentence, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["migrate", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.oracle
+def test_every_reference_config_of_the_published_package_is_accepted(tmp_path, monkeypatch, capsys):
+    """Needs verl on the path, unpacked or installed without its dependencies; nothing of it is imported."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        pytest.skip("put the unpacked package of verl on PYTHONPATH")
+    monkeypatch.chdir(tmp_path)
+    files = sorted(Path(spec.origin).parent.glob("trainer/config/_generated_ppo*_trainer.yaml"))
+    assert files
+    for file in files:
+        given = read_verl(str(file), ())
+        lines = migrate(given).lines
+        assert [line.key for line in lines] == list(given)
+        assert not [line.key for line in lines if "not known" in line.words]
+        assert exit_code(["migrate", str(file), "--output", f"{file.stem}.yaml"]) == 0
+        assert exit_code(["--config", f"{file.stem}.yaml", "--print_config"]) == 0

@@ -1,0 +1,1 @@
+"""Translates verl's configurations to this package's, and tells of every key what became of it."""

@@ -1,0 +1,229 @@
+"""Translates verl's estimators, losses, penalties and corrections."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from verl_lightning.migrate.parts import Findings, Remark, Setting, VerlConfig
+from verl_lightning.migrate.reading import NUMBER
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+ESTIMATORS = {
+    "gae": "GAE",
+    "grpo": "GRPO",
+    "grpo_vectorized": "GRPO",
+    "rloo": "RLOO",
+    "rloo_vectorized": "RLOO",
+    "reinforce_plus_plus": "ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": "ReinforcePlusPlusBaseline",
+    "remax": "ReMax",
+    "opo": "OPO",
+    "gpg": "GPG",
+    "grpo_passk": "GRPOPassK",
+    "gdpo": "GDPO",
+    "optimal_token_baseline": "OptimalTokenBaseline",
+}
+"""Our class for each of verl's `adv_estimator`."""
+
+CLIPPED = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
+BOUNDED = {"bound_low": "clip_ratio", "bound_high": "clip_ratio"}
+LOSSES: dict[str, tuple[str, dict[str, str]]] = {
+    "vanilla": ("PPOClip", CLIPPED | {"dual_clip": "clip_ratio_c"}),
+    "gspo": ("GSPO", CLIPPED),
+    "geo_mean": ("GeoMean", CLIPPED),
+    "cispo": ("CISPO", CLIPPED),
+    "clip_cov": (
+        "ClipCov",
+        CLIPPED
+        | {
+            "fraction": "policy_loss.clip_cov_ratio",
+            "covariance_low": "policy_loss.clip_cov_lb",
+            "covariance_high": "policy_loss.clip_cov_ub",
+        },
+    ),
+    "kl_cov": ("KLCov", {"fraction": "policy_loss.kl_cov_ratio", "coef": "policy_loss.ppo_kl_coef"}),
+    "sapo": ("SAPO", {"temperature_positive": "tau_pos", "temperature_negative": "tau_neg"}),
+    "gpg": ("GPGLoss", {}),
+    "dro": ("DRO", {"beta": "policy_loss.dro_beta"}),
+    "dppo_tv": ("DPPOTV", BOUNDED),
+    "dppo_kl": ("DPPOKL", BOUNDED),
+}
+"""Our class and its options, by verl's keys, for each `loss_mode`."""
+
+LOSS_OPTIONS = sorted({key for _, options in LOSSES.values() for key in options.values()} | {"clip_ratio"})
+KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ALGORITHM_DEFAULTS: dict[str, Any] = {
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.filter_groups.enable": False,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{ACTOR}.clip_ratio": 0.2,
+    f"{ACTOR}.clip_ratio_low": 0.2,
+    f"{ACTOR}.clip_ratio_high": 0.2,
+    f"{ACTOR}.clip_ratio_c": 3.0,
+    f"{ACTOR}.tau_pos": 1.0,
+    f"{ACTOR}.tau_neg": 1.05,
+    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{ACTOR}.policy_loss.clip_cov_ratio": 2e-4,
+    f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
+    f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,
+    f"{ACTOR}.policy_loss.kl_cov_ratio": 2e-4,
+    f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+}
+
+
+def translate_advantage(verl: VerlConfig) -> Findings:
+    """How rewards become advantages."""
+    key = "algorithm.adv_estimator"
+    name = str(verl[key]).rsplit(".", 1)[-1].lower()
+    if name not in ESTIMATORS:
+        yield Remark(source=key, reason=f"there is no estimator {name}; `GRPO` in its place")
+    ours = ESTIMATORS.get(name, "GRPO")
+    yield Setting(key="model.init_args.advantage.class_path", value=ours, sources=(key,) if name in ESTIMATORS else ())
+    options = {"GAE": ["gamma", "lam"], "ReinforcePlusPlus": ["gamma"]}.get(ours, [])
+    for option in ("gamma", "lam"):
+        source = f"algorithm.{option}"
+        if option in options:
+            yield Setting(
+                key=f"model.init_args.advantage.init_args.{option}", value=verl.number(source), sources=(source,)
+            )
+        elif source in verl.given:
+            yield Remark(source=source, reason=f"`{ours}` does not discount", needed=False)
+    source = "algorithm.norm_adv_by_std_in_grpo"
+    if ours in ("GRPO", "GRPOPassK"):
+        target = "model.init_args.advantage.init_args.normalize_by_std"
+        yield Setting(key=target, value=bool(verl[source]), sources=(source,))
+    elif source in verl.given:
+        yield Remark(source=source, reason=f"for GRPO; `{ours}` is in use", needed=False)
+
+
+def translate_loss(verl: VerlConfig) -> Findings:
+    """The loss of each response token."""
+    key = f"{ACTOR}.policy_loss.loss_mode"
+    mode = str(verl[key])
+    if mode not in LOSSES:
+        yield Remark(source=key, reason=f"there is no loss {mode}; `PPOClip` in its place")
+    ours, options = LOSSES.get(mode, LOSSES["vanilla"])
+    group = "model.init_args.policy_loss"
+    yield Setting(key=f"{group}.class_path", value=ours, sources=(key,) if mode in LOSSES else ())
+    for name, verl_name in options.items():
+        source = verl_name
+        if verl_name in CLIPPED.values() and verl[f"{ACTOR}.{verl_name}"] is None:
+            source = "clip_ratio"  # as verl does for a bound that is null
+        if verl[f"{ACTOR}.{source}"] is not None:
+            value = verl.number(f"{ACTOR}.{source}")
+            yield Setting(key=f"{group}.init_args.{name}", value=value, sources=(f"{ACTOR}.{source}",))
+    for name in LOSS_OPTIONS:
+        source = f"{ACTOR}.{name}"
+        if source in verl.given and name not in options.values():
+            yield Remark(source=source, reason=f"verl's loss `{mode}` does not read it", needed=False)
+
+
+def translate_kl(verl: VerlConfig) -> Findings:
+    """The penalty for leaving the reference, in the loss or in the reward."""
+    in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
+    group = "model.init_args.kl"
+    if verl[in_loss]:
+        yield Setting(key=f"{group}.place", value="loss", sources=(in_loss,))
+        coef = f"{ACTOR}.kl_loss_coef"
+        yield Setting(key=f"{group}.coef", value=verl.number(coef), sources=(coef,))
+        yield from translate_kl_estimator(verl, f"{ACTOR}.kl_loss_type", shapes_gradient=True)
+        if verl[in_reward]:
+            yield Remark(source=in_reward, reason="the penalty stands in one place, and the loss has it")
+    elif verl[in_reward]:
+        yield Setting(key=f"{group}.place", value="reward", sources=(in_reward,))
+        coef = "algorithm.kl_ctrl.kl_coef"
+        yield Setting(key=f"{group}.coef", value=verl.number(coef), sources=(coef,))
+        yield from translate_kl_estimator(verl, "algorithm.kl_penalty", shapes_gradient=False)
+        if verl["algorithm.kl_ctrl.type"] == "adaptive":
+            steering = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type")
+            yield Setting(key=f"{group}.target", value=verl.number(steering[0]), sources=steering)
+            horizon = "algorithm.kl_ctrl.horizon"
+            yield Setting(key=f"{group}.horizon", value=verl.whole(horizon), sources=(horizon,))
+    else:
+        yield Setting(key=group, value=None, sources=(in_loss, in_reward))
+    yield from unused_kl(verl, bool(verl[in_loss]), bool(verl[in_reward]))
+
+
+def translate_kl_estimator(verl: VerlConfig, source: str, *, shapes_gradient: bool) -> Findings:
+    """Which estimator of the KL."""
+    name = str(verl[source])
+    ours = KL.get(name.removesuffix("+"))
+    straight = name.endswith("+") and shapes_gradient and ours != "k2"
+    if ours is None:
+        yield Remark(source=source, reason=f"there is no estimator {name}; k3 in its place")
+    value = f"{ours or 'k3'}_straight_through" if straight else ours or "k3"
+    yield Setting(key="model.init_args.kl.estimator", value=value, sources=(source,) if ours else ())
+
+
+def unused_kl(verl: VerlConfig, in_loss: bool, in_reward: bool) -> Findings:
+    """Says of the options of a penalty that is off, or of a place that is not taken, that nothing reads them."""
+    loss_keys = [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
+    control = ["type", "kl_coef", "horizon", "target_kl"]
+    reward_keys = ["algorithm.kl_penalty", *(f"algorithm.kl_ctrl.{name}" for name in control)]
+    unused = ([] if in_loss else loss_keys) + (reward_keys if in_loss or not in_reward else [])
+    for key in unused:
+        if key in verl.given:
+            yield Remark(source=key, reason="this penalty is off", needed=False)
+    if in_reward and not in_loss and verl["algorithm.kl_ctrl.type"] == "fixed":
+        for name in ("type", "horizon", "target_kl"):
+            if f"algorithm.kl_ctrl.{name}" in verl.given:
+                yield Remark(source=f"algorithm.kl_ctrl.{name}", reason="the weight is fixed", needed=False)
+
+
+def translate_correction(verl: VerlConfig) -> Findings:
+    """What is done about the difference between the engine's policy and the trainer's."""
+    level, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
+    statistic, bounds = f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"
+    corrections: list[dict[str, Any]] = []
+    sources: list[str] = []
+    if verl[level] in ("token", "sequence") and isinstance(verl[cap], (int, float)):
+        options: dict[str, Any] = {"level": verl[level], "cap": verl.number(cap)}
+        corrections.append({"class_path": "TruncatedImportanceSampling", "init_args": options})
+        sources += [level, cap]
+    rejection = read_rejection(verl[statistic], verl[bounds])
+    if rejection is not None:
+        corrections.append({"class_path": "Rejection", "init_args": rejection})
+        sources += [statistic, bounds]
+    if corrections:
+        yield Setting(key="model.init_args.corrections", value=corrections, sources=tuple(sources))
+    for key in (level, statistic):
+        if verl[key] and key not in sources:
+            yield Remark(source=key, reason="this kind is not known; see `model.corrections` in docs/algorithms.md")
+    for key in (cap, bounds):
+        if key in verl.given and key not in sources:
+            yield Remark(source=key, reason="its correction is off or not known", needed=False)
+    key = f"{CORRECTION}.bypass_mode"
+    if verl[key]:
+        yield Setting(key="model.init_args.update.old_log_probs", value="engine", sources=(key,))
+
+
+def read_rejection(statistic: Any, bounds: Any) -> dict[str, Any] | None:
+    """Our options for one of verl's rejections, such as ``seq_mean_k1`` with ``0.999_1.001``; None for others.
+
+    verl bounds ratios where the statistic is ``k1``, and divergences where it is ``k2`` or ``k3``.
+    """
+    match = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", str(statistic))
+    numbers = [float(part) for part in str(bounds).split("_") if NUMBER.fullmatch(part)]
+    if match is None or not 1 <= len(numbers) <= 2 or min(numbers) <= 0:
+        return None
+    level, estimator = match[1].replace("seq_", "sequence-"), match[2]
+    if estimator != "k1":
+        return {"statistic": estimator, "level": level, "low": -1e-6, "high": numbers[0]}
+    high = math.log(numbers[-1])
+    low = math.log(numbers[0]) if len(numbers) == 2 else -high
+    return {"statistic": "k1", "level": level, "low": low, "high": high} if low < high else None

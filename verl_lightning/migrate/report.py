@@ -1,0 +1,119 @@
+"""Puts a translation together: our settings, and a line for each key of verl's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+
+from verl_lightning.migrate import ppo, sft
+from verl_lightning.migrate.left_out import remark_on
+from verl_lightning.migrate.parts import Remark, Setting, VerlConfig, flag, nested
+
+Fate = Literal["translated", "not needed", "not supported"]
+FATES: tuple[Fate, ...] = ("not supported", "translated", "not needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What became of one key."""
+
+    key: str
+    """verl's dotted key."""
+
+    value: Any
+    """Its value."""
+
+    fate: Fate
+    """What became of it."""
+
+    words: str
+    """Our settings, or the reason that there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """A translated configuration."""
+
+    settings: dict[str, Any]
+    """Our settings, nested as in a YAML file."""
+
+    lines: list[Line]
+    """A line for each of verl's keys that was given, in their order."""
+
+    def count(self, fate: Fate) -> int:
+        """Keys of this fate."""
+        return sum(line.fate == fate for line in self.lines)
+
+
+def migrate(given: dict[str, Any]) -> Migration:
+    """Translates what a verl run was given.
+
+    Args:
+        given: Values by dotted key, such as `read_verl` makes them.
+
+    Raises:
+        ValueError: If a value that is needed can't be read, such as a number that only a shell knows.
+    """
+    form, translate = (sft, sft.translate_sft) if is_sft(given) else (ppo, ppo.translate_ppo)
+    findings = list(translate(VerlConfig(given, form.DEFAULTS)))
+    settings = [finding for finding in findings if isinstance(finding, Setting)]
+    remarks = [finding for finding in findings if isinstance(finding, Remark)]
+    ours = nested({setting.key: setting.value for setting in settings})
+    return Migration(settings=ours, lines=[describe(key, given[key], settings, remarks) for key in given])
+
+
+def is_sft(given: dict[str, Any]) -> bool:
+    """Whether the keys are those of verl's SFT trainer."""
+    roots = {key.partition(".")[0] for key in given}
+    return not roots & {"actor_rollout_ref", "algorithm", "critic"} and bool(roots & {"model", "optim", "engine"})
+
+
+def describe(key: str, value: Any, settings: Iterable[Setting], remarks: Iterable[Remark]) -> Line:
+    """The line of one key: what must be decided comes first, then what was made of it, then why nothing was."""
+    said = [remark for remark in remarks if remark.source == key]
+    urgent = next((remark for remark in said if remark.needed), None)
+    made = [setting for setting in settings if key in setting.sources]
+    if urgent is None and made:
+        words = ", ".join(f"`{flag(setting.key)}: {short(setting.value)}`" for setting in made)
+        notes = dict.fromkeys(setting.note for setting in made if setting.note)
+        return Line(key=key, value=value, fate="translated", words="; ".join([words, *notes]))
+    remark = urgent or next(iter(said), None) or remark_on(key, value)
+    fate: Fate = "not supported" if remark.needed else "not needed"
+    return Line(key=key, value=value, fate=fate, words=remark.reason)
+
+
+def short(value: Any) -> str:
+    """A value in one line of YAML, or its classes where it is long."""
+    text = str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").strip()
+    return text if len(text) < 100 else "[" + ", ".join(str(item.get("class_path", item)) for item in value) + "]"
+
+
+def report_text(migration: Migration) -> str:
+    """The whole report as Markdown, what a user must decide first."""
+    parts = [f"# From verl\n\n{counts(migration)}.\n"]
+    for fate in FATES:
+        rows = [row(line) for line in migration.lines if line.fate == fate]
+        if rows:
+            head = f"## {fate.capitalize()}\n\n| verl's key | value | here |\n|---|---|---|\n"
+            parts.append(head + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def counts(migration: Migration) -> str:
+    """How many keys there were, and of each fate."""
+    return f"{len(migration.lines)} keys: " + ", ".join(f"{migration.count(fate)} {fate}" for fate in FATES)
+
+
+def row(line: Line) -> str:
+    """A row of the report's tables."""
+    value = " ".join(str(line.value).split()).replace("|", "\\|")
+    return f"| `{line.key}` | `{value}` | {line.words} |"
+
+
+def config_text(migration: Migration) -> str:
+    """Our configuration as YAML."""
+    head = "# Made by `verl-fit migrate`; the report beside it tells of every key.\n"
+    return head + str(yaml.safe_dump(migration.settings, sort_keys=False, allow_unicode=True, width=100))
