@@ -127,6 +127,19 @@ def test_sft_batches_are_shared_by_the_ranks(tmp_path):
     assert (ours["data"]["init_args"]["batch_size"], ours["trainer"]["accumulate_grad_batches"]) == (8, 4)
 
 
+def test_sft_is_known_by_its_data_and_files_to_compose_are_told(tmp_path):
+    """verl's own SFT file names its model in another file."""
+    migration = migrated(tmp_path, "defaults: [{model@model: hf_model}]\ndata: {max_length: 64}", name="verl.yaml")
+    assert migration.settings["model"]["class_path"] == "SFTModule"
+    assert fates(migration) == {"defaults": "not supported", "data.max_length": "translated"}
+    assert "rather give the configuration that a run has saved" in migration.lines[0].words
+
+
+def test_an_engine_shared_by_gpus_is_translated(tmp_path):
+    text = "actor_rollout_ref: {rollout: {name: vllm, tensor_model_parallel_size: 2}}"
+    assert migrated(tmp_path, text, name="v.yaml").settings["rollout"]["init_args"]["tensor_parallel_size"] == 2
+
+
 @pytest.mark.parametrize(("name", "text"), [("run.sh", SCRIPT), ("verl.yaml", MEGATRON)])
 def test_the_command_line_accepts_what_was_written(tmp_path, monkeypatch, capsys, name, text):
     """The written file is parsed by `verl-fit`, with all its classes and options."""

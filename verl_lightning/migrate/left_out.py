@@ -74,7 +74,10 @@ LEFT_OUT: list[LeftOut] = [
               "*.rollout.enable_chunked_prefill", "*.rollout.enable_prefix_caching", "*.rollout.disable_log_stats",
               "*.rollout.scheduling_policy", "*.rollout.cudagraph_capture_sizes", "*.rollout.logprobs_mode"),
     *needless("the engine computes in `trainer.precision`", "*.rollout.dtype"),
-    *missing("one engine on each GPU; models must fit one", "*.rollout.tensor_model_parallel_size",
+    *missing("files that Hydra would compose are not read, verl's own values stand for them: rather give the"
+             " configuration that a run has saved", "defaults", off=([], None)),
+    *needless("Hydra's own", "hydra.*"),
+    *missing("an engine is shared by tensors alone, with `VLLMRollout`", "*.rollout.tensor_model_parallel_size",
              "*.rollout.data_parallel_size", "*.rollout.expert_parallel_size",
              "*.rollout.pipeline_model_parallel_size", off=(1,)),
     *missing("agents and turns with tools are not sampled", "*.rollout.multi_turn.enable",

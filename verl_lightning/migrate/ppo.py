@@ -232,7 +232,7 @@ def translate_rollout(verl: VerlConfig) -> Findings:
     yield from translate_sampling(verl, f"{ROLLOUT}.val_kwargs", "rollout.init_args.val_sampling")
     if ours == "VLLMRollout":
         options = {"gpu_memory_utilization": "gpu_memory_utilization", "enforce_eager": "enforce_eager",
-                   "free_cache_engine": "sleeps"}  # fmt: skip
+                   "free_cache_engine": "sleeps", "tensor_model_parallel_size": "tensor_parallel_size"}  # fmt: skip
         for verl_name, option in options.items():
             source = f"{ROLLOUT}.{verl_name}"
             if verl[source] is not None:

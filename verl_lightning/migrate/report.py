@@ -16,6 +16,10 @@ Fate = Literal["translated", "not needed", "not supported"]
 FATES: tuple[Fate, ...] = ("not supported", "translated", "not needed")
 
 
+SFT_KEYS = {"data.max_length", "data.messages_key", "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"}
+"""Keys that only verl's SFT trainer has, beside its groups `model`, `optim` and `engine`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """What became of one key."""
@@ -68,7 +72,8 @@ def migrate(given: dict[str, Any]) -> Migration:
 def is_sft(given: dict[str, Any]) -> bool:
     """Whether the keys are those of verl's SFT trainer."""
     roots = {key.partition(".")[0] for key in given}
-    return not roots & {"actor_rollout_ref", "algorithm", "critic"} and bool(roots & {"model", "optim", "engine"})
+    told = roots & {"model", "optim", "engine"} or given.keys() & SFT_KEYS
+    return not roots & {"actor_rollout_ref", "algorithm", "critic"} and bool(told)
 
 
 def describe(key: str, value: Any, settings: Iterable[Setting], remarks: Iterable[Remark]) -> Line:
