@@ -206,7 +206,7 @@ def translate_correction(verl: VerlConfig) -> Findings:
             yield Remark(source=key, reason="this kind is not known; see `model.corrections` in docs/algorithms.md")
     for key in (cap, bounds):
         if key in verl.given and key not in sources:
-            yield Remark(source=key, reason="its correction is off or not known", needed=False)
+            yield Remark(source=key, reason="of a correction that is not used here", needed=False)
     key = f"{CORRECTION}.bypass_mode"
     if verl[key]:
         yield Setting(key="model.init_args.update.old_log_probs", value="engine", sources=(key,))
