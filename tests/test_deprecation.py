@@ -1,0 +1,39 @@
+"""Renamed things still work, and say once what to use."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+
+from verl_lightning.deprecation import Renamed, renamed_classes
+
+MESSAGE = "`{}` is `New` since version 0.2, and will be gone in 0.4. Use `New`."
+
+
+def renamed(old: str) -> Renamed:
+    return Renamed(old=old, new="New", since="0.2", gone_in="0.4")
+
+
+def test_the_message_is_shown_once():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        renamed("option").warn()
+        renamed("option").warn()
+    assert [str(warning.message) for warning in shown] == [MESSAGE.format("option")]
+
+
+def test_a_renamed_class_is_lent_under_its_old_name():
+    class New:
+        pass
+
+    module = types.ModuleType("place")
+    module.__getattr__ = renamed_classes("place", {renamed("Old"): New})
+    with pytest.warns(FutureWarning, match="`Old` is `New`"):
+        assert module.Old is New
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert module.Old is New
+    with pytest.raises(AttributeError, match="module 'place' has no attribute 'Other'"):
+        module.Other  # noqa: B018
