@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import subprocess
 import sys
@@ -212,7 +213,8 @@ def speed(arguments: argparse.Namespace, strategy: str, options: dict[str, Any],
     shape = AutoConfig.from_pretrained(arguments.model)
     module = SFTModule(config)
     trainer.fit(module, random_batches(shape.vocab_size, length, timer.num_fit_steps))
-    tokens = 2 * length * module.contract.data_parallel_size
+    sizes = (options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "context"))
+    tokens = 2 * length * devices // math.prod(sizes)
     parameters = sum(p.numel() for p in build_skeleton(config, "policy", trainable=True).parameters())
     per_token = 6 * parameters + 12 * shape.num_hidden_layers * shape.hidden_size * length
     rate = tokens / timer.fit_seconds
@@ -325,7 +327,7 @@ def main() -> None:
     parser.add_argument("--skip", choices=["check", "speed"], nargs="*", default=[])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence, for speed")
     parser.add_argument("--accelerator", default="gpu")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds for one layout")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one layout")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     for internal in ("job", "strategy", "options", "precision", "packing"):
         parser.add_argument(f"--{internal}", help=argparse.SUPPRESS)

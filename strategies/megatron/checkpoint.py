@@ -17,6 +17,7 @@ from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
 from verl_lightning.strategies.megatron.scorer import MegatronScorer, local_value_head
+from verl_lightning.strategies.megatron.weights import gather_weights
 
 SETTINGS_FILE = "megatron_meta.pt"
 """Everything but tensors of models and optimizers."""
@@ -93,6 +94,7 @@ def load_optimizer(path: Path, role: str, model: MegatronScorer, optimizer: Mega
 
 def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
     """What is trained of a model, as Megatron's sharded tensors, piece by piece."""
+    gather_weights(model)
     states: dict[str, Any] = {}
     for index, piece in enumerate(model.pieces):
         trained = {f"{role}.{name}" for name, p in piece.named_parameters() if p.requires_grad}

@@ -22,6 +22,9 @@ MEGATRON_NAMES = {
 }
 """Of the layers that can have adapters; Megatron fuses some of them, but keeps their adapters apart."""
 
+FUSED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
+"""Layers that Megatron holds as one."""
+
 
 def add_megatron_adapters(chunks: list[nn.Module], lora: LoraConfig, backbone: PreTrainedModel) -> list[nn.Module]:
     """Freeze the weights and put adapters beside those that transformers' model has adapters on.
@@ -75,6 +78,12 @@ def megatron_targets(backbone: PreTrainedModel) -> list[str]:
         )
     if len(by_block) != backbone.config.num_hidden_layers or any(names != chosen for names in by_block.values()):
         raise ValueError("`lora.target_modules` must be the same in each block under `megatron`.")
+    for fused in FUSED:
+        if missing := sorted(fused - chosen) if fused & chosen else []:
+            raise ValueError(
+                f"`lora.target_modules` names `{min(fused & chosen)}` but not `{missing[0]}`: Megatron-Bridge adapts"
+                f" {', '.join(sorted(fused))} together or not at all. Add it, or use `fsdp`."
+            )
     return sorted(MEGATRON_NAMES[name] for name in chosen)
 
 

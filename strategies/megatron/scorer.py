@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from verl_lightning.functional.log_probs import log_probs_and_entropy, token_log_probs, token_sum_squared_probs
+from verl_lightning.functional.linear_log_probs import linear_log_probs
+from verl_lightning.functional.log_probs import token_sum_squared_probs
 from verl_lightning.models.fingerprint import fingerprint
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.strategies.megatron.tokens import ModelTokens, Slicing
@@ -167,9 +168,9 @@ class ScoreTokens:
         from megatron.core import parallel_state
 
         hidden = self._chosen(_whole_sequence(hidden_states, config, is_split_later=True))
-        logits, labels = F.linear(hidden, weight), self.tokens.labels
         if config.tensor_model_parallel_size == 1:
-            return self._of_whole_logits(logits[:, : config.vocab_size])
+            return self._of_whole_vocabulary(hidden[None], weight[: config.vocab_size])
+        logits, labels = F.linear(hidden, weight), self.tokens.labels
         start = parallel_state.get_tensor_model_parallel_rank() * len(weight)
         part = VocabPart(
             group=parallel_state.get_tensor_model_parallel_group(),
@@ -179,13 +180,19 @@ class ScoreTokens:
         results = vocab_parallel_log_probs(logits, labels, temperature=self.temperature, part=part)
         return list(results[: len(self._policy_names())])
 
-    def _of_whole_logits(self, logits: Tensor) -> list[Tensor]:
-        logits, labels, names = logits[None], self.tokens.labels[None], self._policy_names()
-        if "entropy" not in names:
-            return [token_log_probs(logits, labels, temperature=self.temperature)[0]]
-        scores = [part[0] for part in log_probs_and_entropy(logits, labels, temperature=self.temperature)]
+    def _of_whole_vocabulary(self, hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        names = self._policy_names()
+        log_probs, entropy = linear_log_probs(
+            hidden,
+            weight,
+            self.tokens.labels[None],
+            temperature=self.temperature,
+            with_entropy=self.with_entropy,
+            compiled=hidden.is_cuda,
+        )
+        scores = [log_probs[0], entropy[0]][: 1 + self.with_entropy]
         if "sum_squared_probs" in names:
-            scores.append(token_sum_squared_probs(logits, temperature=self.temperature)[0])
+            scores.append(token_sum_squared_probs(F.linear(hidden, weight), temperature=self.temperature)[0])
         return scores
 
     def _policy_names(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
         model: Any; on its stages, trained or frozen.
         merges_adapters: Add LoRA's products to the weights beside them.
     """
+    gather_weights(model)
     wanted = {base_name(n): p for n, p in model.backbone.named_parameters() if not is_adapter_name(n)}
     adapter = exported_adapter(model) if merges_adapters and has_adapters(model.backbone) else {}
     weights: Any = model.bridge.export_hf_weights(
@@ -40,6 +41,14 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
             yield name, _merged(name, weight.detach(), adapter, model)
         elif not name.endswith("lm_head.weight"):  # tied to the embedding, or of a value model
             yield from experts.add(name, weight.detach())
+
+
+def gather_weights(model: MegatronScorer) -> None:
+    """Bring each rank the weights that others have stepped, where that waits for the next pass. Collective."""
+    for chunk in model.chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
 class Experts:
@@ -74,6 +83,7 @@ class Experts:
 
 def exported_adapter(model: MegatronScorer) -> dict[str, Tensor]:
     """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
+    gather_weights(model)
     weights: Any = model.bridge.export_adapter_weights(model.pieces, cpu=False, show_progress=False)
     return {PEFT_PREFIX + name.removeprefix(_prefix(model)): weight.detach().clone() for name, weight in weights}
 

@@ -214,7 +214,7 @@ def validate(bench: Bench) -> Any:
 def lora(bench: Bench) -> Any:
     """Two iterations with adapters: the folder of the adapter, the merged weights, and what tells the base."""
     ending, recorder = Ending(), Recorder()
-    config = LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+    config = LoraConfig(rank=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"])
     module = bench.ppo(actor=bench.model(lora=config), kl=KLConfig(coef=0.1))
     trainer = make_trainer(
         bench.folder,
