@@ -79,13 +79,27 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def load(self, state: Any) -> None:
         """Take a state that a checkpoint held for `inner`."""
-        self.inner.load_state_dict(state)
-        for part in self.inner.chained_optimizers:
-            slots_of_all = part.optimizer.state.values() if part.optimizer is not None else ()
-            for slots in slots_of_all:  # torch's Adam counts in place, and Megatron hands all slots one tensor
-                if isinstance(slots.get("step"), Tensor):
-                    slots["step"] = slots["step"].clone()
+        parts = self.inner.chained_optimizers
+        for index, part in enumerate(parts):
+            if part.optimizer is not None:
+                _load_part(part, state if len(parts) == 1 else state[index])
         self.param_groups[:] = self.inner.param_groups
+
+
+def _load_part(part: Any, state: dict[str, Any]) -> None:
+    """Take one optimizer's state, with a step for each weight where Adam is torch's.
+
+    Megatron-Core 0.19 hands all weights one tensor for it, in which torch's Adam counts, and looks for it among the
+    checkpoint's tensors, where it is not.
+    """
+    tensors = state.pop("param_state", None)
+    part.load_state_dict(state)
+    slots_of_all = [slots for slots in part.optimizer.state.values() if "step" in slots]
+    steps = [slots.pop("step") for slots in slots_of_all]
+    if tensors is not None:
+        part.load_parameter_state_from_fully_reshardable(tensors)
+    for slots, step in zip(slots_of_all, steps, strict=True):
+        slots["step"] = step.clone() if isinstance(step, Tensor) else step
 
 
 def make_megatron_optimizer(

@@ -78,13 +78,13 @@ def resume(bench: Bench) -> Any:
     whole = critic_run(bench, steps=4, ckpt_path=None, name="whole")
     seed_everything(0, verbose=False)
     critic_run(bench, steps=2, ckpt_path=None, name="half")
-    rest = critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2", name="rest")
+    rest = critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2.ckpt", name="rest")
     return {"whole": whole, "rest": rest}
 
 
 def reshard(bench: Bench) -> Any:
     """Two more iterations of a run that another layout has begun."""
-    return critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2", name="resharded")
+    return critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2.ckpt", name="resharded")
 
 
 def export(bench: Bench) -> Any:

@@ -1,0 +1,165 @@
+"""Checkpoints, exports, adapters and collectives of Megatron on two processes; weights there and back on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from peft import PeftModel
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.runs import make_chats, make_prompts, make_rollout, make_sft, make_trainer
+from tests.strategies.conformance import Bench, write_inputs
+from verl_lightning.models.fingerprint import base_fingerprint
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig
+
+pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+KINDS = [f"{kind}-{tied}" for kind in ("llama", "qwen2", "qwen3", "qwen3_moe") for tied in ("tied", "untied")]
+
+
+def run(script: str, folder: Path, *words: Any) -> Any:
+    """What a script saved; it runs in processes of its own, since pretending CUDA can't be taken back."""
+    out = folder / "results.pt"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, HERE / script, "--folder", folder, "--out", out, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return torch.load(out)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, the data, and a checkpoint of two iterations under `auto`."""
+    folder = tmp_path_factory.mktemp("checks")
+    write_inputs(folder)
+    bench = Bench(strategy="auto", devices=1, folder=folder)
+    seed_everything(0, verbose=False)
+    trainer = make_trainer(folder, make_rollout(), max_steps=2)
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer.fit(module, datamodule=make_prompts(folder / "prompts.jsonl"))
+    trainer.save_checkpoint(folder / "auto.ckpt")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    """All checks on two ranks that share each layer."""
+    checks = ("resume", "validate", "collectives", "lora", "export", "load_auto")
+    results: dict[str, Any] = run("run_checks.py", folder, "--options", '{"tensor_parallel_size": 2}', *checks)
+    return results
+
+
+@pytest.fixture(scope="session")
+def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
+    """The tensor-parallel run's checkpoint on two stages."""
+    options = json.dumps({"pipeline_parallel_size": 2})
+    results: dict[str, Any] = run("run_checks.py", folder, "--options", options, "reshard", "validate")
+    return results
+
+
+@pytest.fixture(scope="session")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each kind of model, there and back."""
+    results: dict[str, Any] = run("run_conversions.py", tmp_path_factory.mktemp("conversions"))
+    return results
+
+
+def read_base(folder: Path) -> PreTrainedModel:
+    """The model that all runs start from."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    return model
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(tensor_parallel):
+    """Weights of actor and critic, the value head, and what was measured; AdamW and schedules with them."""
+    whole, rest = tensor_parallel["resume"]["whole"], tensor_parallel["resume"]["rest"]
+    assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/lr")
+    for ours, theirs in zip(rest["steps"], whole["steps"][2:], strict=True):
+        assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
+def test_a_checkpoint_goes_on_in_another_layout(tensor_parallel, pipeline_parallel):
+    """From two ranks that share layers to two stages, with the optimizer's state."""
+    whole = tensor_parallel["resume"]["whole"]["weights"]
+    assert_close(pipeline_parallel["reshard"]["weights"], whole, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_of_another_strategys_checkpoint_are_taken(folder, tensor_parallel):
+    state = torch.load(folder / "auto.ckpt")["state_dict"]
+    taken = tensor_parallel["load_auto"]["weights"]
+    assert torch.equal(taken.pop("critic.value_head"), state["critic.value_head.weight"])
+    for name, weight in taken.items():
+        role, _, rest = name.partition(".")
+        assert torch.equal(weight, state[f"{role}.backbone.{rest}"]), name
+    assert any("AdamW starts anew" in message for message in tensor_parallel["load_auto"]["warnings"])
+    assert tensor_parallel["load_auto"]["global_step"] == 3
+
+
+def test_exported_folders_hold_the_weights(folder, tensor_parallel):
+    trained = tensor_parallel["export"]
+    actor = AutoModelForCausalLM.from_pretrained(folder / "actor" / "last", dtype=torch.float32)
+    for name, weight in actor.named_parameters():
+        assert torch.equal(weight, trained[f"actor.{name}"]), name
+    assert (folder / "critic" / "last" / "value_head.safetensors").is_file()
+
+
+def test_the_adapter_folder_and_the_merged_weights_are_one_model(folder, tensor_parallel):
+    merged = PeftModel.from_pretrained(read_base(folder), folder / "adapter" / "last").merge_and_unload()
+    trained = tensor_parallel["lora"]["weights"]
+    for name, weight in merged.named_parameters():
+        assert_close(trained[f"actor.{name}"], weight)
+    moved = trained["actor.model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(moved, read_base(folder).model.layers[0].self_attn.q_proj.weight)
+
+
+def test_the_base_under_adapters_has_the_fingerprint_of_other_strategies(folder, tensor_parallel):
+    assert tensor_parallel["lora"]["fingerprint"] == base_fingerprint(read_base(folder))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_optimizers_flag_decides_which_collective_sums_gradients(tensor_parallel, role):
+    """Reduce-scatter with the distributed optimizer and no gradient all-reduced; the other way round without."""
+    scattered, reduced = "c10d::reduce_scatter_tensor_coalesced_", "c10d::allreduce_coalesced_"
+    for name in ("sharded", "sharded, overlap", "plain"):
+        counted = tensor_parallel["collectives"][name]
+        elements, parameters = counted["elements"][role], counted["parameters"][role]
+        used, unused = (reduced, scattered) if name == "plain" else (scattered, reduced)
+        assert elements.get(used, 0) >= parameters, name
+        assert unused not in elements, name
+
+
+def test_validation_alone_sees_the_right_weights(folder, tensor_parallel, pipeline_parallel):
+    """The loss of one process; Lightning would copy the first rank's part of the model to all others."""
+    bench = Bench(strategy="auto", devices=1, folder=folder)
+    chats = folder / "chats.jsonl"
+    module = make_sft(folder / "model", actor=bench.model())
+    (metrics,) = make_trainer(folder).validate(module, datamodule=make_chats(chats, chats), verbose=False)
+    for results in (tensor_parallel, pipeline_parallel):
+        assert results["validate"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_back_to_the_last_bit(conversions, kind):
+    result = conversions[kind]
+    assert result["names"] == result["parameters"]
+    assert_close(result["exported"], result["stored"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_transformers(conversions, kind):
+    for name in ("log_probs", "entropy"):
+        ours, theirs = conversions[kind][name]
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
