@@ -1,0 +1,79 @@
+"""What `megatron` refuses before anything heavy is imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import HalfPrecision
+
+from verl_lightning.strategies import MegatronStrategy
+from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.tokens import Slicing, context_slice, model_tokens
+from verl_lightning.types import TokenBatch
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "`megatron.tensor_parallel_size` must be at least 1, got 0"),
+        ({"virtual_pipeline_parallel_size": 2}, "needs `megatron.pipeline_parallel_size` above 1"),
+        ({"sequence_parallel": True}, "`megatron.sequence_parallel` needs `megatron.tensor_parallel_size` above 1"),
+        ({"micro_batch_size": 0}, "`megatron.micro_batch_size` must be at least 1, got 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronStrategy(**options)
+
+
+def test_a_number_of_processes_that_no_model_fits_is_refused():
+    with pytest.raises(ValueError, match="needs a multiple of 4 processes .* got 6"):
+        ParallelSizes(tensor=2, pipeline=2).check_world(6)
+    ParallelSizes(tensor=2, pipeline=2).check_world(8)
+
+
+def test_options_without_effect_are_refused():
+    with pytest.raises(ValueError, match="`megatron.transformer.recompute_num_layers` has no effect"):
+        TransformerOptions(recompute_num_layers=2)
+    with pytest.raises(ValueError, match="`megatron.ddp.bucket_size` must be at least 1"):
+        DataParallelConfig(bucket_size=0)
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(MisconfigurationException, match="knows `trainer.precision` 32-true and bf16-mixed"):
+        MegatronStrategy().precision_plugin = HalfPrecision("bf16-true")
+
+
+def padded_batch() -> TokenBatch:
+    """A prompt with padding before it, a response with padding after it; and a row without."""
+    ids = torch.tensor([[0, 11, 12, 13, 0], [21, 22, 23, 24, 25]])
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
+    return TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, 2:])
+
+
+def test_rows_begin_with_their_real_tokens():
+    tokens = model_tokens(padded_batch(), slicing=Slicing(multiple=4), packs=False)
+    assert tokens.input_ids.tolist() == [[11, 12, 13, 0, 0, 0, 0, 0], [21, 22, 23, 24, 25, 0, 0, 0]]
+    assert tokens.labels.tolist() == [12, 13, 23, 24, 25]
+    assert [part.tolist() for part in tokens.source] == [[0, 0, 1, 1, 1], [0, 1, 1, 2, 3]]  # the position before each
+    assert [part.tolist() for part in tokens.target] == [[0, 0, 1, 1, 1], [0, 1, 0, 1, 2]]
+
+
+def test_context_parallel_ranks_hold_an_early_and_a_late_piece_of_each_sequence():
+    """Sequences of 4 and 8 tokens, two ranks: pieces 0 and 3 to the first, 1 and 2 to the second."""
+    first, second = (context_slice([4, 8], Slicing(context_size=2, context_rank=rank)).tolist() for rank in (0, 1))
+    assert first == [0, 3, 4, 5, 10, 11]
+    assert second == [1, 2, 6, 7, 8, 9]
+
+
+def test_context_parallel_ranks_score_each_token_once():
+    parts = [
+        model_tokens(padded_batch(), slicing=Slicing(multiple=4, context_size=2, context_rank=rank), packs=False)
+        for rank in (0, 1)
+    ]
+    targets = [pair for part in parts for pair in zip(*(t.tolist() for t in part.target), strict=True)]
+    assert sorted(targets) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    for part in parts:
+        predicted = part.input_ids[part.source]  # each token here is one less than the one it predicts
+        assert (predicted + 1).tolist() == part.labels.tolist()
