@@ -38,7 +38,7 @@ FLAGS = [
     ("--trainer.precision 33", "`trainer.precision`: expected one of 64, 32, 16 or one of 'transformer-engine'"),
     ("--trainer.max_steps", "argument --trainer.max_steps: expected one argument"),
     ("--strategy dpp", "`trainer.strategy` has no choice 'dpp'. Did you mean `ddp`?"),
-    ("--strategy megatron_lm", "`trainer.strategy` has no choice 'megatron_lm'. Choose from auto, ddp,"),
+    ("--strategy megatron_lm", "`trainer.strategy` has no choice 'megatron_lm'. Did you mean `megatron`?"),
     ("--trainer.accelerator cpuu", "`trainer.accelerator` has no choice 'cpuu'. Did you mean `cpu`?"),
     ("--trainer.profiler simpl", "`trainer.profiler` has no choice 'simpl'. Did you mean `simple`?"),
     ("--ckpt_path base.yml", "`--ckpt_path base.yml` does not exist. Did you mean `base.yaml`?"),
