@@ -134,8 +134,8 @@ def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:
         own = {n.removeprefix(f"{role}."): w for n, w in state.items() if n.startswith(f"{role}.")}
         if any(".lora_" in name for name in own):
             raise ValueError(
-                f"`ckpt_path` holds adapters of the {role} that another strategy has trained. Export them with"
-                " `verl-export --to peft`, and give the folder as `lora.adapter_path`."
+                f"`ckpt_path` holds adapters of the {role} that another strategy has trained. Merge them into their"
+                " base with `verl-export --to merged`, and give that folder as `path`."
             )
         backbone = {n.removeprefix("backbone."): w for n, w in own.items() if n.startswith("backbone.")}
         load_whole(model, backbone)
