@@ -61,7 +61,8 @@ class VLLMRollout(RolloutCallback):
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
             another temperature than 1: vLLM can't give their log-probs over the whole vocabulary.
-        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device.
+        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device, or if
+            the strategy splits a model over ranks.
     """
 
     def __init__(
@@ -151,6 +152,8 @@ class VLLMRollout(RolloutCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(pl_module, PostTrainingModule):
+            check_ranks(pl_module.contract.data_parallel_size, trainer.world_size)
         super().setup(trainer, pl_module, stage)
         self._rest()
 
@@ -305,6 +308,20 @@ def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
         "`rollout.sampling` sets `top_p` or `top_k`, after which vLLM gives log-probs over the whole vocabulary at"
         f" temperature 1 only, but `temperature` is {sampling.temperature}. Set it to 1, or `top_p: 1` and `top_k: 0`."
     )
+
+
+def check_ranks(data_parallel_size: int, world_size: int) -> None:
+    """Refuse ranks that share a model's work: each would sample on its own, and rounding would tell them apart.
+
+    Raises:
+        MisconfigurationException: Unless every rank sees different data.
+    """
+    if data_parallel_size != world_size:
+        raise MisconfigurationException(
+            f"`VLLMRollout` samples on each of the {world_size} ranks, but the strategy has them share"
+            f" {data_parallel_size} sets of data (tensor, pipeline or context parallelism). Sample with"
+            " `rollout: HFRollout`, or set those sizes to 1."
+        )
 
 
 def engine_dtype(precision: str | None, weights_dtype: str) -> str:
