@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import wandb
 from tests.callbacks.conftest import EACH_STEP
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
@@ -110,6 +111,7 @@ def test_an_offline_wandb_run_holds_metrics_tables_and_settings(tmp_path, tiny_f
     trainer = CLI(["--config", "ppo.yaml", *flags]).trainer
     config = dict(trainer.logger.experiment.config)
     trainer.logger.experiment.finish()
+    wandb.teardown()  # its service writes the log in a process of its own; now it has ended
 
     assert config["model"]["init_args"]["advantage"]["class_path"].endswith("GAE")
     assert config["trainer"]["max_steps"] == 4
