@@ -13,7 +13,7 @@ from verl_lightning.modules.corrections import IcePop, TruncatedImportanceSampli
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.policy_losses import ClipCov, KLCov
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
-from verl_lightning.modules.scored_rollout import ScoredRollout, join_rollouts
+from verl_lightning.modules.scored_rollout import ScoredRollout, join_scored_rollouts
 from verl_lightning.types import Rollout
 
 
@@ -135,7 +135,7 @@ def test_groups_without_signal_are_dropped():
 def test_joined_rollouts_keep_groups_apart_and_can_be_cut():
     first, second = make_scored([1.0, 0.0, 0.0, 1.0]), make_scored([0.5, 0.2], width=5, prompts=1)
 
-    joined = join_rollouts([first, second], pad_token_id=-1)
+    joined = join_scored_rollouts([first, second], pad_token_id=-1)
 
     assert joined.rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert joined.rollout.input_ids.shape == (6, 7)

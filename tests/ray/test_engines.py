@@ -20,8 +20,9 @@ from verl_lightning.ray.actors import Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.joining import join_rollouts
 from verl_lightning.rollout.process import buckets
-from verl_lightning.rollout.ray_engines import EngineActor, RayEngines, join_rollouts, num_tokens, split_prompts
+from verl_lightning.rollout.ray_engines import EngineActor, RayEngines, num_tokens, split_prompts
 
 CPU = torch.device("cpu")
 FIELDS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "is_truncated", "prompt_index")
@@ -115,7 +116,7 @@ def test_prompts_are_split_evenly_and_joined_again(tiny_folder):
     assert [len(part) for part in parts] == [1, 2, 2]
     assert num_tokens(parts[1], sampling) == (9 + 5) + 2 * 3 * 8
     assert [len(part) for part in split_prompts(prompts, 9)] == [1] * 5
-    joined = join_rollouts([engine.generate(part, sampling) for part in parts], 0)
+    joined = join_rollouts([engine.generate(part, sampling) for part in parts], pad_token_id=0)
     assert_same_rollout(joined, engine.generate(prompts, sampling))
 
 
@@ -124,7 +125,7 @@ def test_shorter_parts_are_filled(tiny_folder):
     short, long = (SamplingConfig(max_new_tokens=length) for length in (2, 5))
     parts = [engine.generate(make_prompts(num_samples=1, rows=[row]), s) for row, s in ((0, short), (1, long))]
 
-    joined = join_rollouts(parts, 7)
+    joined = join_rollouts(parts, pad_token_id=7)
 
     assert joined.response_mask.tolist() == [[True] * 2 + [False] * 3, [True] * 5]
     assert joined.response_ids[0, 2:].tolist() == [7] * 3

@@ -42,7 +42,7 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
 )
 from verl_lightning.modules.sampling import SamplingModule
-from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_rollouts
+from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_scored_rollouts
 from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.types import Experience
@@ -283,7 +283,7 @@ class PPOModule(SamplingModule):
         self._gathered.append(scored.groups_with_signal())
         found = sum(part.num_groups for part in self._gathered)
         if min(self.contract.gather_over_data_parallel(found)) >= needed:
-            joined = join_rollouts(self._gathered, pad_token_id=self.tokenizer.pad_token_id)
+            joined = join_scored_rollouts(self._gathered, pad_token_id=self.tokenizer.pad_token_id)
             self._gathered = []
             return joined.first_groups(needed)
         if len(self._gathered) >= self.dynamic_sampling.max_batches:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics
 from verl_lightning.modules.judge import Verdict
+from verl_lightning.rollout.joining import join_rollouts
 from verl_lightning.types import Rollout
 
 
@@ -88,26 +88,16 @@ class ScoredRollout:
         return ScoredRollout(rollout=self.rollout.select(rows), verdict=verdict)
 
 
-def join_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -> ScoredRollout:
-    """Several rollouts as one: prompts padded on the left, responses on the right, groups kept apart.
+def join_scored_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -> ScoredRollout:
+    """Several rollouts with their rewards as one, groups kept apart.
 
     Args:
         parts: At least one, with any widths.
         pad_token_id: Fills ``input_ids``.
     """
-    rollouts = [part.rollout for part in parts]
-    responses = max(rollout.response_mask.shape[1] for rollout in rollouts)
-    prompts = max(rollout.input_ids.shape[1] - rollout.response_mask.shape[1] for rollout in rollouts)
-    padded = [_pad(rollout, prompts, responses, pad_token_id) for rollout in rollouts]
-    joined: dict[str, Any] = {name: torch.cat([row[name] for row in padded]) for name in padded[0]}
-    counts = torch.tensor([int(rollout.prompt_index.max()) + 1 if len(rollout) else 0 for rollout in rollouts])
-    offsets = (counts.cumsum(0) - counts).tolist()
-    joined["prompt_index"] = torch.cat(
-        [rollout.prompt_index + offset for rollout, offset in zip(rollouts, offsets, strict=True)]
-    )
     return ScoredRollout(
-        rollout=Rollout(temperature=rollouts[0].temperature, **joined),
-        verdict=_join_verdicts([p.verdict for p in parts]),
+        rollout=join_rollouts([part.rollout for part in parts], pad_token_id=pad_token_id),
+        verdict=_join_verdicts([part.verdict for part in parts]),
     )
 
 
@@ -125,24 +115,11 @@ def deal_out(
     if len(saved) == ranks:
         return [ScoredRollout.from_state_dict(state) for state in saved[rank]]
     batches = [[ScoredRollout.from_state_dict(state) for state in batch] for batch in zip(*saved, strict=True)]
-    return [join_rollouts(batch, pad_token_id=pad_token_id).every_nth_group(rank, ranks) for batch in batches]
+    return [join_scored_rollouts(batch, pad_token_id=pad_token_id).every_nth_group(rank, ranks) for batch in batches]
 
 
 def _fields(instance: Rollout | Verdict) -> dict[str, Any]:
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
-
-
-def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:
-    width = rollout.response_mask.shape[1]
-    right = (0, responses - width)
-    both = (prompts - (rollout.input_ids.shape[1] - width), responses - width)
-    return {
-        "input_ids": F.pad(rollout.input_ids, both, value=pad_token_id),
-        "attention_mask": F.pad(rollout.attention_mask, both, value=False),
-        "response_mask": F.pad(rollout.response_mask, right, value=False),
-        "rollout_log_probs": F.pad(rollout.rollout_log_probs, right),
-        "is_truncated": rollout.is_truncated,
-    }
 
 
 def _join_verdicts(verdicts: Sequence[Verdict]) -> Verdict:

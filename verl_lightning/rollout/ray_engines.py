@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from verl_lightning.ray.actors import Home, share_out, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
+from verl_lightning.rollout.joining import join_rollouts
 from verl_lightning.rollout.process import buckets
 from verl_lightning.types import Rollout
 
@@ -141,7 +140,8 @@ class RayEngines:
                 f"A rollout engine answered with version {wrong.pop()} of the weights, but {self._version} is the"
                 " newest. The run stops, for it would learn from another policy; please report this."
             )
-        return join_rollouts([rollout for _, rollout in answers], self.pad_token_id).to(self._device)
+        rollouts = [rollout for _, rollout in answers]
+        return join_rollouts(rollouts, pad_token_id=self.pad_token_id).to(self._device)
 
     def stop(self) -> None:
         """End the replicas; may be called twice."""
@@ -166,40 +166,6 @@ def split_prompts(prompts: Prompts, num_parts: int) -> list[Prompts]:
 def num_tokens(prompts: Prompts, sampling: SamplingConfig) -> float:
     """Tokens that an engine reads and, at most, writes for these prompts."""
     return float(prompts.prompt_mask.sum()) + len(prompts) * sampling.num_samples * sampling.max_new_tokens
-
-
-def join_rollouts(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:
-    """One rollout from those of consecutive prompts of the same padded length.
-
-    Args:
-        parts: Their responses may differ in length.
-        pad_token_id: Fills the end of shorter ones.
-    """
-    length = max(part.response_mask.shape[1] for part in parts)
-    wide = [_widen(part, length - part.response_mask.shape[1], pad_token_id) for part in parts]
-    offsets = [0]
-    for part in wide:
-        offsets.append(offsets[-1] + int(part.prompt_index.max()) + 1)
-    return dataclasses.replace(
-        wide[0],
-        input_ids=torch.cat([part.input_ids for part in wide]),
-        attention_mask=torch.cat([part.attention_mask for part in wide]),
-        response_mask=torch.cat([part.response_mask for part in wide]),
-        rollout_log_probs=torch.cat([part.rollout_log_probs for part in wide]),
-        is_truncated=torch.cat([part.is_truncated for part in wide]),
-        prompt_index=torch.cat([part.prompt_index + offset for part, offset in zip(wide, offsets, strict=False)]),
-    )
-
-
-def _widen(rollout: Rollout, columns: int, pad_token_id: int) -> Rollout:
-    return dataclasses.replace(
-        rollout,
-        input_ids=pad(rollout.input_ids, (0, columns), value=pad_token_id),
-        attention_mask=pad(rollout.attention_mask, (0, columns), value=False),
-        response_mask=pad(rollout.response_mask, (0, columns), value=False),
-        rollout_log_probs=pad(rollout.rollout_log_probs, (0, columns)),
-        row_lengths=None,
-    )
 
 
 def _read_messages(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

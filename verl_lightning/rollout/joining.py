@@ -1,0 +1,44 @@
+"""Several rollouts as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl_lightning.types import Rollout
+
+
+def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
+    """Prompts padded on the left, responses on the right, groups kept apart.
+
+    Args:
+        parts: At least one, with any widths.
+        pad_token_id: Fills ``input_ids``.
+    """
+    responses = max(part.response_mask.shape[1] for part in parts)
+    prompts = max(part.input_ids.shape[1] - part.response_mask.shape[1] for part in parts)
+    padded = [_pad(part, prompts, responses, pad_token_id) for part in parts]
+    joined: dict[str, Any] = {name: torch.cat([row[name] for row in padded]) for name in padded[0]}
+    counts = torch.tensor([int(part.prompt_index.max()) + 1 if len(part) else 0 for part in parts])
+    offsets = (counts.cumsum(0) - counts).tolist()
+    joined["prompt_index"] = torch.cat(
+        [part.prompt_index + offset for part, offset in zip(parts, offsets, strict=True)]
+    )
+    return Rollout(temperature=parts[0].temperature, **joined)
+
+
+def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:
+    width = rollout.response_mask.shape[1]
+    right = (0, responses - width)
+    both = (prompts - (rollout.input_ids.shape[1] - width), responses - width)
+    return {
+        "input_ids": F.pad(rollout.input_ids, both, value=pad_token_id),
+        "attention_mask": F.pad(rollout.attention_mask, both, value=False),
+        "response_mask": F.pad(rollout.response_mask, right, value=False),
+        "rollout_log_probs": F.pad(rollout.rollout_log_probs, right),
+        "is_truncated": rollout.is_truncated,
+    }
