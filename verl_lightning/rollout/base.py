@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import torch
 from jaxtyping import Bool, Int
@@ -99,6 +99,22 @@ class Prompts:
     def __len__(self) -> int:
         """Number of prompts."""
         return len(self.prompt_ids)
+
+    @classmethod
+    def from_tokens(cls, tokens: Sequence[list[int]], seeds: list[list[int]]) -> Self:
+        """Prompts of these tokens, on the CPU."""
+        rows = [torch.tensor(row).flip(0) for row in tokens]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flip(1)
+        mask = torch.arange(ids.shape[1]).flip(0) < torch.tensor([len(row) for row in rows])[:, None]
+        return cls(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
+
+    def tokens(self) -> list[list[int]]:
+        """Each prompt's real tokens."""
+        return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return replace(self, prompt_ids=self.prompt_ids.to(device), prompt_mask=self.prompt_mask.to(device))
 
 
 class RolloutEngine(Protocol):

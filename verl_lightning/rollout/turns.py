@@ -122,8 +122,7 @@ def play(
     Returns:
         Conversations whose ``response_mask`` is True on the policy's own tokens alone.
     """
-    tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
-    pairs = zip(tokens, prompts.seeds, strict=True)
+    pairs = zip(prompts.tokens(), prompts.seeds, strict=True)
     talks = [Talk(ids, seed, sampling.max_new_tokens) for ids, seeds in pairs for seed in seeds]
     for turn in range(turns.max_turns):
         if turn > 0:
@@ -139,11 +138,9 @@ def play(
 
 def _prompts_of(talks: Sequence[Talk], turn: int, device: torch.device) -> Prompts:
     """All that was said, left-padded."""
-    rows = [torch.tensor(talk.prompt_ids + talk.token_ids).flip(0) for talk in talks]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flip(1)
-    mask = torch.arange(ids.shape[1]).flip(0) < torch.tensor([len(row) for row in rows])[:, None]
+    tokens = [talk.prompt_ids + talk.token_ids for talk in talks]
     seeds = [[talk.seed if turn == 0 else derive_seed("turn", talk.seed, turn)] for talk in talks]
-    return Prompts(prompt_ids=ids.to(device), prompt_mask=mask.to(device), seeds=seeds)
+    return Prompts.from_tokens(tokens, seeds).to(device)
 
 
 def _record(talks: Sequence[Talk], rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:

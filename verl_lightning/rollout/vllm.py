@@ -206,7 +206,7 @@ class VLLMEngine:
         engine, params = self._running.llm_engine, importlib.import_module("vllm").SamplingParams
         self._check_length(int(prompts.prompt_mask.sum(-1).max()), sampling.max_new_tokens)
         options = self._sampling_options(sampling)
-        tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
+        tokens = prompts.tokens()
         seeds = [seed for samples in prompts.seeds for seed in samples]
         for row, seed in enumerate(seeds):
             engine.add_request(
@@ -250,16 +250,11 @@ class VLLMEngine:
 def gather(prompts: Prompts) -> tuple[Prompts, slice]:
     """The prompts of all processes that share the engine, and which of them are this one's. Collective among them."""
     group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
-    tokens = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
     parts: list[Any] = [None] * group.world_size
-    dist.all_gather_object(parts, (tokens, prompts.seeds), group=group.cpu_group)
-    rows = [torch.tensor(row).flip(0) for part, _ in parts for row in part]
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids, lengths = pad(rows, batch_first=True).flip(1), torch.tensor([len(row) for row in rows])
-    mask = torch.arange(ids.shape[1]).flip(0) < lengths[:, None]
+    dist.all_gather_object(parts, (prompts.tokens(), prompts.seeds), group=group.cpu_group)
+    everyone = Prompts.from_tokens([row for part, _ in parts for row in part], [each for _, s in parts for each in s])
     before = sum(len(part) for part, _ in parts[: group.rank_in_group])
-    seeds = [each for _, part in parts for each in part]
-    return Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds), slice(before, before + len(prompts))
+    return everyone, slice(before, before + len(prompts))
 
 
 def _completion(output: Any) -> Completion:
