@@ -129,16 +129,20 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
-        if self._weights_step != trainer.global_step:
-            with module.phase("update_weights"):
-                self.sync_weights(module)
-            self._weights_step = trainer.global_step
+        self._sync(trainer, module, batch)
         prompts = self._prompts(trainer, batch, sampling, purpose)
         with module.phase("gen"):
             if self.turns is None:
                 return self._generate(module, prompts, sampling)
             ask = functools.partial(self._generate, module)
             return play(ask, prompts, sampling, self.turns, module.tokenizer)
+
+    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
+        """Bring the engine to the newest policy. Collective."""
+        if self._weights_step != trainer.global_step:
+            with module.phase("update_weights"):
+                self.sync_weights(module)
+            self._weights_step = trainer.global_step
 
     def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
         """What the engine is asked."""

@@ -209,12 +209,11 @@ class VLLMRollout(RolloutCallback):
     def _sample(
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
-        assert isinstance(module, PostTrainingModule)  # checked in `setup`
         if self._ahead is not None:
             self._ahead.settle()
-        self._sync(trainer, module, batch)
         return super()._sample(trainer, module, batch, sampling, purpose)
 
+    @override
     def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
         """Bring the engine to the newest policy, and see whether it has come there. Collective."""
         if self._weights_step != trainer.global_step:
