@@ -6,8 +6,9 @@ The defaults fit any stock Lightning strategy of one process; see `as_contract`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -234,6 +235,22 @@ def forget_gradient_scale(optimizer: torch.optim.Optimizer, *step_arguments: Any
     del step_arguments
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
+
+
+@contextmanager
+def gradients_unsynced(strategy: PostTrainingStrategy, models: Iterable[nn.Module]) -> Iterator[None]:
+    """`no_gradient_sync` of several models: what Lightning enters for each batch but the last of an accumulation."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(strategy.no_gradient_sync(model))
+        yield
+
+
+def blank(batch: BatchT) -> BatchT:
+    """One row of a batch from which nothing is learnt."""
+    row = batch.select(slice(0, 1))
+    lengths = row.row_lengths and tuple(length._replace(scored=0) for length in row.row_lengths)
+    return replace(row, response_mask=torch.zeros_like(row.response_mask), row_lengths=lengths)
 
 
 class DataParallelMixin(PostTrainingStrategy):

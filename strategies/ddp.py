@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
-from verl_lightning.strategies.base import DataParallelMixin
+from verl_lightning.strategies.base import DataParallelMixin, gradients_unsynced
 from verl_lightning.types import Scores, TokenBatch
 
 
@@ -69,11 +69,7 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in self._roles:
-                stack.enter_context(self.no_gradient_sync(model))
-            if not self._roles:
-                stack.enter_context(super().block_backward_sync())
+        with gradients_unsynced(self, self._roles) if self._roles else super().block_backward_sync():
             yield
 
     @override

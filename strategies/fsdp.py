@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
 from verl_lightning.models.weights import merged_weights, whole
-from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn
+from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_checkpoint import (
@@ -239,9 +238,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """What Lightning enters for each batch but the last of an accumulation."""
-        with ExitStack() as stack:
-            for model in self._trained:
-                stack.enter_context(self.no_gradient_sync(model))
+        with gradients_unsynced(self, self._trained):
             yield
 
     @property
@@ -330,12 +327,6 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         parts = [part for part in (scores.log_probs, scores.values) if part is not None]
         loss = sum(torch.where(batch.response_mask, part, 0.0).sum() for part in parts)
         self.backward(cast(Tensor, loss), None)
-
-
-def blank(batch: BatchT) -> BatchT:
-    """One row of a batch from which nothing is learnt."""
-    row = batch.select(slice(0, 1))
-    return replace(row, response_mask=torch.zeros_like(row.response_mask))
 
 
 def _recomputes(model: TokenScorer) -> bool:

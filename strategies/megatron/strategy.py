@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +23,7 @@ from verl_lightning.metrics import Metric, MetricTable
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.seeding import run_seed
-from verl_lightning.strategies.base import BatchT, LossFn
+from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.megatron.checkpoint import (
     SETTINGS_FILE,
     is_megatron_folder,
@@ -283,9 +282,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """What Lightning enters for each batch but the last of an accumulation."""
-        with ExitStack() as stack:
-            for model in self._trained:
-                stack.enter_context(self.no_gradient_sync(model))
+        with gradients_unsynced(self, self._trained):
             yield
 
     @property
@@ -375,9 +372,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
             count = int(largest)
         if self.sizes.virtual_pipeline > 1:
             count = -(-count // self.sizes.pipeline) * self.sizes.pipeline
-        blank = micro_batches[0].select(slice(0, 1))
-        blank = replace(blank, response_mask=torch.zeros_like(blank.response_mask), row_lengths=None)
-        return [*micro_batches, *[blank] * (count - len(micro_batches))]
+        return [*micro_batches, *[blank(micro_batches[0])] * (count - len(micro_batches))]
 
 
 def _stack(scores: Scores, names: tuple[str, ...]) -> Tensor:

@@ -16,7 +16,8 @@ from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.strategies import STRATEGIES, as_contract
-from verl_lightning.strategies.base import set_gradient_scale
+from verl_lightning.strategies.base import blank, set_gradient_scale
+from verl_lightning.types import RowLength, TokenBatch
 
 
 class OneWeight(LightningModule):
@@ -162,3 +163,20 @@ def train_ppo(path, folder, prompt_file):
 def test_our_ddp_warns_of_nothing(tmp_path, tiny_folder, prompt_file):
     """Warnings are errors here, on every rank."""
     on_ranks(2, train_ppo, tmp_path, tiny_folder, prompt_file)
+
+
+@pytest.mark.parametrize("lengths", [None, (RowLength(3, 2), RowLength(2, 1))])
+def test_a_blank_row_says_that_nothing_of_it_is_scored(lengths):
+    """Whoever packs it trusts the lengths that it brings."""
+    batch = TokenBatch(
+        input_ids=torch.tensor([[5, 6, 7], [0, 6, 7]]),
+        attention_mask=torch.tensor([[True, True, True], [False, True, True]]),
+        response_mask=torch.tensor([[True, True], [False, True]]),
+        row_lengths=lengths,
+    )
+
+    row = blank(batch)
+
+    assert len(row) == 1
+    assert not row.response_mask.any()
+    assert row.known_lengths() == (RowLength(3, 0),)
