@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_sft import PEAK_FLOPS, now, random_batches, show, write_model
+from fsdp_sft import PEAK_FLOPS, chosen_strategy, now, quiet_trainer, random_batches, show, write_model
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import AutoConfig
 from typing_extensions import override
@@ -140,23 +140,15 @@ def make_experience(arguments: argparse.Namespace, module: SFTModule, rank: int)
 def measure(arguments: argparse.Namespace, *, packing: Any, checkpointing: bool) -> Result:
     """Both passes of one setting."""
     timer = PassTimer(arguments)
-    own = STRATEGIES[arguments.strategy] if arguments.strategy != "auto" else None
-    options = {"compile": arguments.compile, "reshard_after_forward": arguments.reshard}
-    strategy = "auto" if own is None else own(**options if arguments.strategy == "fsdp" else {})
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(
-        accelerator=arguments.accelerator,
+    trainer = quiet_trainer(
+        arguments,
+        chosen_strategy(arguments),
+        timer,
         devices=arguments.devices,
-        strategy=strategy,
         precision=arguments.precision,
         max_steps=1,
-        callbacks=[timer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     config = ModelConfig(
         path=str(arguments.model), optim=OptimConfig(lr=1e-6), gradient_checkpointing=checkpointing, packing=packing

@@ -243,26 +243,41 @@ def flops_per_token(model: torch.nn.Module, config: Any, length: int) -> float:
     return 6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length
 
 
-def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) -> Result:
-    """One fit and one bare loop."""
-    timer = StepTimer(arguments.warmup, arguments.steps, profiles=arguments.profile)
+def chosen_strategy(arguments: argparse.Namespace) -> Any:
+    """What ``--strategy`` names, with the options of `fsdp` where they apply."""
+    if arguments.strategy == "auto":
+        return "auto"
     options = {"compile": arguments.compile, "reshard_after_forward": arguments.reshard}
-    own = STRATEGIES[arguments.strategy] if arguments.strategy != "auto" else None
-    strategy = "auto" if own is None else own(**options if arguments.strategy == "fsdp" else {})
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(
+    return STRATEGIES[arguments.strategy](**options if arguments.strategy == "fsdp" else {})
+
+
+def quiet_trainer(arguments: argparse.Namespace, strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
+    """One that prints, logs and saves nothing."""
+    return Trainer(
         accelerator=arguments.accelerator,
-        devices=arguments.devices,
         strategy=strategy,
-        precision=arguments.precision,
-        max_steps=timer.num_fit_steps,
-        callbacks=[timer],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        **options,
+    )
+
+
+def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) -> Result:
+    """One fit and one bare loop."""
+    timer = StepTimer(arguments.warmup, arguments.steps, profiles=arguments.profile)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer = quiet_trainer(
+        arguments,
+        chosen_strategy(arguments),
+        timer,
+        devices=arguments.devices,
+        precision=arguments.precision,
+        max_steps=timer.num_fit_steps,
     )
     config = ModelConfig(
         path=str(arguments.model),
@@ -289,7 +304,7 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
         loss=round(timer.loss, 4),
     )
-    del trainer, module, timer, strategy
+    del trainer, module, timer
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_sft import PEAK_FLOPS, StepTimer, random_batches, show, write_model
+from fsdp_sft import PEAK_FLOPS, StepTimer, quiet_trainer, random_batches, show, write_model
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -158,31 +158,17 @@ def make_strategy(name: str, options: dict[str, Any]) -> Any:
     return STRATEGIES[name](**options)
 
 
-def make_trainer(
-    arguments: argparse.Namespace, strategy: Any, devices: int, *callbacks: Callback, **options: Any
-) -> Any:
-    """A quiet one."""
-    return Trainer(
-        accelerator=arguments.accelerator,
-        devices=devices,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
-
-
 def check(arguments: argparse.Namespace, strategy: str, options: dict[str, Any], devices: int) -> dict[str, Any]:
     """Five steps of SFT."""
     seed_everything(0, verbose=False)
     record = Record()
-    trainer = make_trainer(
-        arguments, make_strategy(strategy, options), devices, record, precision=arguments.precision, max_steps=STEPS
+    trainer = quiet_trainer(
+        arguments,
+        make_strategy(strategy, options),
+        record,
+        devices=devices,
+        precision=arguments.precision,
+        max_steps=STEPS,
     )
     config = ModelConfig(path=str(arguments.model), optim=OptimConfig(lr=1e-4, eps=1e-5), packing=arguments.packing)
     module = SFTModule(config)
@@ -201,11 +187,11 @@ def speed(arguments: argparse.Namespace, strategy: str, options: dict[str, Any],
     torch.set_float32_matmul_precision("high")
     timer = StepTimer(warmup=4, steps=8, profiles=False)
     length = arguments.length
-    trainer = make_trainer(
+    trainer = quiet_trainer(
         arguments,
         make_strategy(strategy, options),
-        devices,
         timer,
+        devices=devices,
         precision="bf16-mixed",
         max_steps=timer.num_fit_steps,
     )
