@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, run_scenarios, write_inputs
+from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, launch, run_scenarios
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).with_name("run_conformance.py")
 RUNS = sorted(SCENARIOS.keys() - {"whole_weights"})
 STRATEGIES = ["ddp", "fsdp"]
 TOLERANCES = {"losses": 1e-4, "norms": 1e-3, "counts": 0.0}
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model and the data of all scenarios."""
-    folder = tmp_path_factory.mktemp("conformance")
-    write_inputs(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +29,7 @@ def expected(inputs: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session", params=STRATEGIES)
 def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
     """Results of two processes; a hang is a failure."""
-    out = inputs / f"{request.param}.pt"
-    command = [sys.executable, SCRIPT, "--strategy", request.param, "--devices", "2", "--folder", inputs, "--out", out]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert run.returncode == 0, run.stderr[-5000:]
-    return torch.load(out)
+    return launch(request.param, inputs, timeout=500)
 
 
 @pytest.mark.parametrize("scenario", RUNS)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategies.conformance import AGGREGATIONS, Bench, run_scenarios, write_inputs
+from tests.strategies.conformance import AGGREGATIONS, Bench, launch, run_scenarios
 
 pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
 
-SCRIPT = Path(__file__).parents[1] / "run_conformance.py"
 SCENARIOS = [
     "grpo_with_kl_and_entropy",
     "gae_with_own_critic",
@@ -38,14 +34,6 @@ TOLERANCES = {"losses": 1e-4, "norms": 1e-3, "counts": 0.0}
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model and the data of all scenarios."""
-    folder = tmp_path_factory.mktemp("conformance")
-    write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def expected(inputs: Path) -> dict[str, Any]:
     """Results of one process without a strategy of ours."""
     return dict(run_scenarios(Bench(strategy="auto", devices=1, folder=inputs), SCENARIOS))
@@ -54,16 +42,8 @@ def expected(inputs: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session", params=LAYOUTS)
 def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
     """Results of two processes, all scenarios in one launch; a hang is a failure."""
-    out = inputs / "results.pt"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, SCRIPT, "--strategy", "megatron", "--devices", "2", "--folder", inputs, "--out", out]
-    command += ["--options", json.dumps(LAYOUTS[request.param]), "--scenarios", ",".join(SCENARIOS)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=800, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert run.returncode == 0, run.stderr[-5000:]
-    results: dict[str, Any] = torch.load(out)
-    return results
+    options = ["--options", json.dumps(LAYOUTS[request.param]), "--scenarios", ",".join(SCENARIOS)]
+    return launch("megatron", inputs, *options, timeout=800)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
