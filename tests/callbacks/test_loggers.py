@@ -6,11 +6,11 @@ import json
 import re
 
 import pytest
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import wandb
 from tests.callbacks.conftest import EACH_STEP
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
