@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,14 +103,13 @@ def test_an_offline_wandb_run_holds_metrics_tables_and_settings(tmp_path, tiny_f
     """Read from the files that the run leaves for `wandb sync`."""
     monkeypatch.chdir(tmp_path)
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
-    flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=."]
+    flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", f"--trainer.logger.save_dir={tmp_path}"]
     flags += ["--trainer.callbacks+=SamplesTable", "--trainer.callbacks.train_every_n_steps=2"]
     flags += ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--model.init_args.reward.num_workers=1"]
 
     trainer = CLI(["--config", "ppo.yaml", *flags]).trainer
     config = dict(trainer.logger.experiment.config)
     trainer.logger.experiment.finish()
-    wandb.teardown()  # its service writes the log in a process of its own; now it has ended
 
     assert config["model"]["init_args"]["advantage"]["class_path"].endswith("GAE")
     assert config["trainer"]["max_steps"] == 4
