@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.shared_rollout import join_parts, own_part
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
@@ -26,6 +28,9 @@ class RolloutCallback(Callback):
 
     The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
     validation, so that every response comes from the newest policy.
+
+    Ranks that share a model's work (tensor, pipeline, context or sequence parallelism) see the same prompts: each
+    samples a part of the responses, and all learn from the whole.
 
     Args:
         sampling: How training responses are sampled.
@@ -132,10 +137,20 @@ class RolloutCallback(Callback):
         self._sync(trainer, module, batch)
         prompts = self._prompts(trainer, batch, sampling, purpose)
         with module.phase("gen"):
-            if self.turns is None:
-                return self._generate(module, prompts, sampling)
-            ask = functools.partial(self._generate, module)
-            return play(ask, prompts, sampling, self.turns, module.tokenizer)
+            return self._share(module, prompts, functools.partial(self._answer, module, sampling))
+
+    def _share(self, module: PostTrainingModule, prompts: Prompts, answer: Callable[[Prompts], Rollout]) -> Rollout:
+        """Answers to prompts that other ranks may have too: each gives a part, and all get the same. Collective."""
+        part = answer(own_part(prompts, module.contract))
+        pad = module.tokenizer.pad_token_id
+        return join_parts(part, module.contract, num_prompts=len(prompts), pad_token_id=pad)
+
+    def _answer(self, module: PostTrainingModule, sampling: SamplingConfig, prompts: Prompts) -> Rollout:
+        """Single responses or conversations."""
+        if self.turns is None:
+            return self._generate(module, prompts, sampling)
+        ask = functools.partial(self._generate, module)
+        return play(ask, prompts, sampling, self.turns, module.tokenizer)
 
     def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
         """Bring the engine to the newest policy. Collective."""

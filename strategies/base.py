@@ -197,6 +197,33 @@ class PostTrainingStrategy:
         """Every data-parallel rank's value, by rank; small picklable objects only. Collective."""
         return [value]
 
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see this rank's data, each with a part of the model or of the sequences; None if it is alone.
+
+        Whatever they learn from must be the same on each of them.
+        """
+        return None
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that see this rank's data, itself among them."""
+        group = self.model_parallel_group
+        return 1 if group is None else group.size()
+
+    @property
+    def model_parallel_rank(self) -> int:
+        """Which of them this one is."""
+        group = self.model_parallel_group
+        return 0 if group is None else group.rank()
+
+    def gather_over_model_parallel(self, value: Any) -> list[Any]:
+        """The value of each rank that sees this rank's data, by rank; picklable, tensors on the CPU. Collective."""
+        values: list[Any] = [value] * self.model_parallel_size
+        if (group := self.model_parallel_group) is not None:
+            dist.all_gather_object(values, value, group=group)
+        return values
+
     def _score(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
         with named_range("micro_batch"):
             return cast(Scores, model(batch, with_entropy=with_entropy))

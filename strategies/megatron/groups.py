@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from verl_lightning.strategies.base import PostTrainingStrategy
 
 class MegatronGroups(PostTrainingStrategy):
     """Sums and gathers over the ranks that see different data, one of each copy of the model."""
+
+    _model_parallel_group: dist.ProcessGroup | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -44,6 +47,21 @@ class MegatronGroups(PostTrainingStrategy):
         values: list[Any] = [None] * self.data_parallel_size
         dist.all_gather_object(values, value, group=self.data_parallel_group)
         return values
+
+    @property
+    @override
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._model_parallel_group
+
+    def start_model_parallel_group(self, timeout: timedelta) -> None:
+        """Make the group of the ranks that see this rank's data; Megatron's own leaves contexts out. Collective."""
+        data_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(data_ranks, self.data_parallel_rank)
+        copies = [[r for r, of in enumerate(data_ranks) if of == data] for data in range(self.data_parallel_size)]
+        if len(copies[0]) > 1:
+            self._model_parallel_group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                copies, timeout=timeout
+            )
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:

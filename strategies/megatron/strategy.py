@@ -142,7 +142,9 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         import_megatron()
         self.sizes.check_world(self.num_nodes * self.num_processes)
         super().setup_environment()
-        start_model_parallel(self.sizes, seed=run_seed(), timeout=timedelta(seconds=self.timeout))
+        timeout = timedelta(seconds=self.timeout)
+        start_model_parallel(self.sizes, seed=run_seed(), timeout=timeout)
+        self.start_model_parallel_group(timeout)
 
     @override
     def configure_ddp(self) -> None:
@@ -352,6 +354,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         from megatron.core import parallel_state
 
         self._trained.clear()
+        self._model_parallel_group = None
         super().teardown()
         parallel_state.destroy_model_parallel()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -40,6 +40,15 @@ class Verdict:
 
     num_timeouts: int
     """Responses whose reward function took too long."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return replace(
+            self,
+            rewards=self.rewards.to(device),
+            is_valid=self.is_valid.to(device),
+            components={name: values.to(device) for name, values in self.components.items()},
+        )
 
     def metrics(self) -> dict[str, Metric]:
         """Scores and failures under the names that verl's users know."""

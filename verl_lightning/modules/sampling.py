@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import Judge
+from verl_lightning.modules.judge import Judge, Verdict
 from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -52,7 +54,8 @@ class SamplingModule(PostTrainingModule):
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._judge = Judge(self.reward_config, self.tokenizer)
-        self._judge.start()
+        if self.contract.model_parallel_rank == 0:
+            self._judge.start()
 
     @override
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class SamplingModule(PostTrainingModule):
 
     @property
     def judge(self) -> Judge:
-        """What scores responses, from ``setup`` to ``teardown``."""
+        """What scores responses, from ``setup`` to ``teardown``; of the ranks that see the same data, on the first."""
         assert self._judge is not None
         return self._judge
 
@@ -118,10 +121,19 @@ class SamplingModule(PostTrainingModule):
         rollout: Rollout = batch[key]
         return rollout
 
+    def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> Verdict:
+        """What the reward function says of responses; asked once for all ranks that see the same data. Collective."""
+        contract = self.contract
+        own = self.judge.score(rollout, rows) if contract.model_parallel_rank == 0 else None
+        if contract.model_parallel_size > 1:
+            own = contract.gather_over_model_parallel(own and own.to(torch.device("cpu")))[0]
+        assert own is not None
+        return own.to(rollout.input_ids.device)
+
     def _evaluate(self, batch: dict[str, Any], loader: int) -> dict[str, Any]:
         rollout = self.rollout_of(batch, "rollout")
         with self.phase("reward"):
-            verdict = self.judge.score(rollout, batch["rows"])
+            verdict = self.judged(rollout, batch["rows"])
         self._scored += scored_responses(batch, verdict, loader)
         return {"verdict": verdict}
 
