@@ -230,7 +230,7 @@ class PPOModule(SamplingModule):
         table = MetricTable()
         rollout = self.rollout_of(batch, "rollout")
         with self.phase("reward"):
-            verdict = self.judge.score(rollout, batch["rows"])
+            verdict = self.judged(rollout, batch["rows"])
             greedy = self._greedy_verdict(batch)
         table.add(verdict.metrics())
         table.add({} if greedy is None else greedy.failures())
@@ -272,7 +272,7 @@ class PPOModule(SamplingModule):
     def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
         if not self.needs_greedy_rollout:
             return None
-        return self.judge.score(self.rollout_of(batch, "greedy_rollout"), batch["rows"])
+        return self.judged(self.rollout_of(batch, "greedy_rollout"), batch["rows"])
 
     def _with_signal(self, scored: ScoredRollout) -> ScoredRollout | None:
         """The rollout of the iteration; None while groups with signal are still being gathered."""
