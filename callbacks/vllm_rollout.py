@@ -14,8 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.callbacks.one_step_off import Ahead, check_overlap
-from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.callbacks.one_step_off import OneStepOffRollout
+from verl_lightning.callbacks.rollout import sends_adapters
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
@@ -33,7 +33,7 @@ CANARY_PROMPTS = 4
 CANARY_TOKENS = 16
 
 
-class VLLMRollout(RolloutCallback):
+class VLLMRollout(OneStepOffRollout):
     """Samples with vLLM inside the training processes: one engine on each device, asleep while the policy learns.
 
     After each sync of weights a canary is sampled: short responses to a few fixed prompts, scored by the engine while
@@ -55,7 +55,7 @@ class VLLMRollout(RolloutCallback):
             by a new one with the current weights, and what it was asked is asked anew. None shares the trainer's GPUs.
         overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
             of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
-            first two steps, and so is the first one after a run is resumed, which is not exact then. Needs ``beside``.
+            first two steps. Needs ``beside``.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
@@ -79,7 +79,7 @@ class VLLMRollout(RolloutCallback):
         overlap: bool = False,
         turns: TurnsConfig | None = None,
     ) -> None:
-        super().__init__(sampling, val_sampling, turns)
+        super().__init__(sampling, val_sampling, turns, overlap=overlap)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if canary_limit <= 0:
@@ -107,8 +107,6 @@ class VLLMRollout(RolloutCallback):
         self.beside = beside
         if overlap and beside is None:
             raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
-        self.overlap = overlap
-        self._ahead: Ahead | None = None
         self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
@@ -123,10 +121,7 @@ class VLLMRollout(RolloutCallback):
                 f"`rollout.tensor_parallel_size: {self.tensor_parallel_size}` does not divide the"
                 f" {module.trainer.world_size} training processes. Change it, or `trainer.devices`."
             )
-        if self.overlap:
-            check_overlap(module)
         self._canary = None
-        self._ahead = None
         self._num_restarts = 0
         config = self._engine_config(module)
         if self.beside is None:
@@ -161,38 +156,14 @@ class VLLMRollout(RolloutCallback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
-        if self.overlap:
-            assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
-            self._swap(trainer, pl_module, batch, batch_idx)
-        else:
-            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         pl_module.log("rollout/canary_gap", self._canary_gap, batch_size=1)
         self._rest()
 
-    def _swap(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any], batch_idx: int) -> None:
-        """Begin to sample this batch, and put in its place the one that was sampled meanwhile."""
-        ahead, asked, purpose = self._ahead, dict(batch), "train"
-        if ahead is None:
-            super().on_train_batch_start(trainer, module, batch, batch_idx)
-            purpose = "ahead"  # the same prompts once more, with other noise
-        else:
-            with module.phase("gen"):
-                rollout = self._attempt(module, ahead.take)
-            self._sync(trainer, module, batch)
-            batch.clear()
-            batch.update(ahead.batch | {"rollout": rollout})
-        age = 0 if ahead is None else trainer.global_step - ahead.weights_step
-        module.log("rollout/staleness", float(age), batch_size=1)
-        prompts = self._prompts(trainer, asked, self.sampling, purpose)
-        self._ahead = Ahead(asked, trainer.global_step, lambda: self._vllm.generate(prompts, self.sampling))
-
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._ahead is not None and isinstance(self._engine, ProcessEngine):
-            self._engine.kill()  # nobody waits for what it samples
-            self._ahead.settle()
-            self._ahead = None
-        super().teardown(trainer, pl_module, stage)
+    def _abandon(self) -> None:
+        if isinstance(self._engine, ProcessEngine):
+            self._engine.kill()
 
     @property
     def _vllm(self) -> VLLMEngine | ProcessEngine:
@@ -204,14 +175,6 @@ class VLLMRollout(RolloutCallback):
         if self.sleeps and self.beside is None:
             self._vllm.sleep()
             self._weights_step = -1  # sleep forgets the weights
-
-    @override
-    def _sample(
-        self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
-    ) -> Rollout:
-        if self._ahead is not None:
-            self._ahead.settle()
-        return super()._sample(trainer, module, batch, sampling, purpose)
 
     @override
     def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
@@ -227,6 +190,7 @@ class VLLMRollout(RolloutCallback):
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
         return self._attempt(module, lambda: self._vllm.generate(prompts, sampling))
 
+    @override
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """What some work of the engine yields; done anew, on all ranks, when one of the engines died. Collective.
 

@@ -1,0 +1,110 @@
+"""Overlapped sampling, with an engine in a thread: what steps learn from, and what a resumed run finds."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.resume.experiment import Experiment, assert_same_state
+from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_trainer
+from tests.tiny import write_prompt_file, write_tiny_folder
+from verl_lightning.callbacks import HFRollout
+from verl_lightning.callbacks.one_step_off import OneStepOffRollout, deal_out
+from verl_lightning.modules.corrections import TruncatedImportanceSampling
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.turns import TurnsConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed run's own folder
+
+
+class HFAhead(OneStepOffRollout):
+    """Samples ahead with the HF engine."""
+
+    def make_engine(self, module):
+        return HFRollout(self.sampling, self.val_sampling).make_engine(module)
+
+
+def make_rollout():
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
+    return HFAhead(sampling, sampling, overlap=True)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """Three batches an epoch, so that one is on its way from one epoch to the next."""
+    folder = tmp_path_factory.mktemp("overlap")
+    model = write_tiny_folder(folder / "model")
+    prompts = write_prompt_file(folder / "prompts.jsonl", num_rows=12)
+    actor = make_model_config(model, lr=1e-2)
+    return Experiment(
+        folder=folder,
+        make_module=lambda: make_ppo(model, actor=actor, corrections=[TruncatedImportanceSampling()]),
+        make_data=lambda: make_prompts(prompts, shuffle=True),
+        make_callbacks=lambda: [make_rollout()],
+        trainer={},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(experiment):
+    return experiment.run("whole")
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_resumed_run_learns_from_what_was_on_its_way(experiment, whole, step):
+    resumed = experiment.resume(step, "early")
+
+    assert_same_state(resumed.module.state_dict(), whole.module.state_dict())
+    assert resumed.order.rows == whole.order.rows[step:]
+    assert resumed.order.tokens == whole.order.tokens[step:]
+    assert resumed.metrics == whole.metrics
+    assert [row["rollout/staleness"] for row in whole.metrics] == ["0.0", "1.0", "1.0", "1.0", "1.0"]
+
+
+def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):
+    other = write_prompt_file(tmp_path / "other.jsonl", num_rows=4)
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, make_rollout(), recorder, max_steps=5)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(experiment.make_module(), make_prompts(other), ckpt_path=str(experiment.checkpoint("whole", 3)))
+
+    assert any("responses to row" in str(warning.message) for warning in warned)
+    assert recorder.column("rollout/staleness") == [0.0, 1.0]
+
+
+def saved_by(rank, ranks, *, prompts=4, samples=2):
+    """One rank's part of a global batch whose prompt ``p`` has the token ``p``, its sample ``s`` the token ``10 s``."""
+    own = torch.arange(rank, prompts, ranks)
+    tokens = torch.stack([own.repeat_interleave(samples), 10 * torch.arange(samples).repeat(len(own))], 1)
+    ones = torch.ones(len(tokens), 1)
+    rollout = {
+        "input_ids": tokens,
+        "attention_mask": ones.expand(-1, 2).bool(),
+        "response_mask": ones.bool(),
+        "rollout_log_probs": -tokens[:, :1].float(),
+        "is_truncated": ones[:, 0].bool(),
+        "prompt_index": torch.arange(len(own)).repeat_interleave(samples),
+    }
+    return {"row_index": own.tolist(), "weights_step": 0, "rollout": rollout}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (2, 2), (4, 2)])
+def test_other_ranks_get_the_responses_to_their_own_prompts(before, after):
+    saved = [saved_by(rank, before) for rank in range(before)]
+
+    for rank in range(after):
+        share = deal_out(saved, rank=rank, ranks=after, pad_token_id=0)
+
+        expected = saved_by(rank, after)["rollout"]
+        for name, tensor in expected.items():
+            assert_close(getattr(share, name), tensor)
+
+
+def test_conversations_do_not_overlap():
+    with pytest.raises(ValueError, match="`rollout.overlap` samples single responses"):
+        HFAhead(turns=TurnsConfig(environment=None), overlap=True)
