@@ -281,28 +281,33 @@ def blank(batch: BatchT) -> BatchT:
 
 
 class DataParallelMixin(PostTrainingStrategy):
-    """Data-parallel arithmetic where every rank sees different data: the group is the world."""
+    """Data-parallel arithmetic over a process group."""
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """This rank and those that do the same work on other data; None is the world."""
+        return None
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        return dist.get_world_size()
+        return dist.get_world_size(self.data_parallel_group)
 
     @property
     @override
     def data_parallel_rank(self) -> int:
-        return dist.get_rank()
+        return dist.get_rank(self.data_parallel_group)
 
     @override
     def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self.data_parallel_group)
         return summed
 
     @override
     def gather_over_data_parallel(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(values, value, group=self.data_parallel_group)
         return values
 
 

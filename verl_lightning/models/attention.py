@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from verl_lightning.models.sequence_parallel import SequencePart
+
 VARLEN = "varlen"
 
 PACKS_BY_DEFAULT = frozenset(
@@ -75,6 +77,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Int[Tensor, " sequences_plus_1"] | None = None,
     max_length_q: int | None = None,
+    sequence_part: SequencePart | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each of the sequences that lie in one row; see transformers' ``AttentionInterface``.
@@ -93,6 +96,7 @@ def varlen_attention(
         sliding_window: Tokens that each one sees, itself included; None is all before it.
         cu_seq_lens_q: Where each sequence begins, and the end; None where the batch is padded, as in generation.
         max_length_q: Tokens of the longest sequence.
+        sequence_part: Which tokens of the row are here, where ranks share it; then a collective.
         others: What else transformers tells its kernels.
 
     Returns:
@@ -103,14 +107,10 @@ def varlen_attention(
         return _sdpa(module, query, key, value, attention_mask, **options)
     if dropout:
         raise ValueError("packed sequences have no attention dropout: set the model's `attention_dropout` to 0.")
-    count, sequence = cu_seq_lens_q.shape[0] - 1, query.shape[2]
-    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
-    if window is None and max_length_q * count == sequence:
-        return _equal_attention(query, key, value, count, scaling), None
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _ragged_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
-    mask = block_diagonal_mask(cu_seq_lens_q, sequence, sliding_window=window)
-    return _sdpa(module, query, key, value, mask[None, None], scaling=scaling)
+    if sequence_part is not None:
+        query, key, value = sequence_part.exchange_for_heads(query, key, value)
+    output = _packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    return output if sequence_part is None else sequence_part.exchange_for_tokens(output), None
 
 
 def block_diagonal_mask(
@@ -128,6 +128,27 @@ def block_diagonal_mask(
     distance = index[:, None] - index[None, :]
     is_seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
     return is_seen if sliding_window is None else is_seen & (distance < sliding_window)
+
+
+def _packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """By the fastest kernel for these lengths, this type and this device."""
+    count, sequence = cu_seq_lens.shape[0] - 1, query.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < max_length else None
+    if window is None and max_length * count == sequence:
+        return _equal_attention(query, key, value, count, scaling)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _ragged_attention(query, key, value, cu_seq_lens, max_length, scaling, window)
+    mask = block_diagonal_mask(cu_seq_lens, sequence, sliding_window=window)
+    output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
 
 
 def _equal_attention(query: Tensor, key: Tensor, value: Tensor, count: int, scaling: float | None) -> Tensor:

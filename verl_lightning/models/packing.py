@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from verl_lightning.models.sequence_parallel import SequencePart, sum_over_group
 from verl_lightning.types import TokenBatch
 
 
@@ -40,9 +42,32 @@ class PackedTokens:
     shape: tuple[int, int]
     """Rows and response columns of the padded batch."""
 
+    part: SequencePart | None = None
+    """Which tokens of the row these are, where ranks share it; ``cu_seq_lens`` are those of the whole row."""
+
+    def shared_by(self, group: dist.ProcessGroup) -> PackedTokens:
+        """This rank's run of the tokens, and what it predicts. Waits for the device to count that.
+
+        Args:
+            group: The ranks that share the row.
+        """
+        part = SequencePart(group=group, total=self.input_ids.shape[1])
+        tokens = part.tokens
+        own = ((self.predictors >= tokens.start) & (self.predictors < tokens.stop)).nonzero().squeeze(1)
+        return replace(
+            self,
+            input_ids=self.input_ids[:, tokens],
+            position_ids=self.position_ids[:, tokens],
+            predictors=self.predictors[own] - tokens.start,
+            labels=self.labels[:, own],
+            target=(self.target[0][own], self.target[1][own]),
+            part=part,
+        )
+
     def unpack(self, scores: Float[Tensor, "1 scored"]) -> Float[Tensor, "batch response"]:
-        """Scores in the batch's own columns; 0 where ``response_mask`` is False."""
-        return scores.new_zeros(self.shape).index_put(self.target, scores.squeeze(0))
+        """Scores in the batch's own columns, those of all ranks that share it; 0 where ``response_mask`` is False."""
+        columns = scores.new_zeros(self.shape).index_put(self.target, scores.squeeze(0))
+        return columns if self.part is None else sum_over_group(columns, self.part.group)
 
     def model_inputs(self, *, has_kernel: bool) -> dict[str, Any]:
         """Arguments of a transformers model, for sequences that must not see one another.
@@ -61,7 +86,7 @@ class PackedTokens:
             "cu_seq_lens_k": self.cu_seq_lens,
             "max_length_q": self.max_length,
             "max_length_k": self.max_length,
-        }
+        } | ({} if self.part is None else {"sequence_part": self.part})
 
 
 def pack(batch: TokenBatch) -> PackedTokens:

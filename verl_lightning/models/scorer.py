@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from lightning.fabric.utilities import rank_zero_info
 from safetensors.torch import load_file
@@ -30,6 +31,7 @@ from verl_lightning.models.attention import (
     knows_boundaries,
     packing_obstacle,
 )
+from verl_lightning.models.blocks import checkpoint_activations
 from verl_lightning.models.config import ModelConfig, Packing
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
@@ -62,6 +64,7 @@ class TokenScorer(nn.Module):
         self.head = head
         self.packs = packs
         self.is_compiled = False  # whether log-probs come from fused kernels; the strategy says
+        self.sequence_group: dist.ProcessGroup | None = None  # ranks that share each packed row; the strategy says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
@@ -97,7 +100,7 @@ class TokenScorer(nn.Module):
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """The same from the real tokens alone, in one row; 0 where nothing is trained on."""
-        packed = pack(batch)
+        packed = pack(batch) if self.sequence_group is None else pack(batch).shared_by(self.sequence_group)
         inputs = packed.model_inputs(has_kernel=self.backbone.config._attn_implementation == VARLEN)
         if self.head == "value":
             hidden = self.backbone(**inputs).last_hidden_state[:, packed.predictors]
@@ -234,8 +237,8 @@ def _assemble(
         backbone = add_adapters(
             backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM"
         )
-    if config.gradient_checkpointing and trainable:
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if trainable:
+        checkpoint_activations(backbone, config.activation_checkpointing)
     scorer = TokenScorer(backbone, value_head, head, packs=decide_packing(backbone, config.packing))
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
 
