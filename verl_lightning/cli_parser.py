@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from verl_lightning.cli_errors import describe, did_you_mean, read_failure
+from verl_lightning.deprecation import RenamedTwiceError, renamed_settings, renamed_text
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
 
@@ -66,12 +67,20 @@ class Parser(LightningArgumentParser):
         self._config_file = Path(cfg_path)
         config: Namespace = super().parse_path(cfg_path, *args, **kwargs)
         try:
-            written = yaml.load(self._config_file.read_text(), Loader=StrictLoader)
+            written = renamed_settings(yaml.load(self._config_file.read_text(), Loader=StrictLoader))
         except DuplicateKeyError as error:
             self.error(str(error), error)
         for complaint in self.find_stray_groups(written, config):
             self.error(complaint)
         self._config_file = None
+        return config
+
+    @override
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        try:
+            config: Namespace = super().parse_string(renamed_text(content), *args, **kwargs)
+        except RenamedTwiceError as error:
+            self.error(str(error), error)
         return config
 
     @override

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import get_loader
+from lightning.fabric.utilities import rank_zero_warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +35,127 @@ class Renamed:
         )
 
     def warn(self) -> None:
-        """Shows the message, the first time in this process."""
-        if self not in _SHOWN:
-            _SHOWN.add(self)
-            warnings.warn(str(self), FutureWarning, stacklevel=3)
+        """Shows the message, the first time in this process and on rank 0 only."""
+        if str(self) not in _SHOWN:
+            _SHOWN.add(str(self))
+            rank_zero_warn(str(self), category=FutureWarning, stacklevel=4)
 
 
-_SHOWN: set[Renamed] = set()
+_SHOWN: set[str] = set()
+
+
+def unchanged(value: Any) -> Any:
+    """The value itself: that of an option of which only the name has changed."""
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamedOption(Renamed):
+    """An option whose old key still works in files and flags; both keys lie in the same group.
+
+    Keys are dotted and without `init_args`. One ``*`` may stand for the part that several groups have in common:
+    ``model.*.ckpt`` is that of the actor and of the critic.
+    """
+
+    convert: Callable[[Any], Any] = unchanged
+    """From the old option's value to the new one's."""
+
+    def at(self, key: str) -> RenamedOption | None:
+        """This renaming as it is for one key, None if it is of another one."""
+        match = re.fullmatch(re.escape(self.old).replace(r"\*", "(.+)"), key)
+        return match and replace(self, old=key, new=self.new.replace("*", "".join(match.groups())))
+
+    @property
+    def place(self) -> str:
+        """The new key, within the group of both."""
+        return self.new.removeprefix(self.old.rpartition(".")[0] + ".")
+
+
+class RenamedTwiceError(ValueError):
+    """An option is set by its old key and by its new one."""
+
+
+RENAMED_OPTIONS: tuple[RenamedOption, ...] = ()
+"""Options that have another name now."""
+
+
+def find_renamed(key: str) -> RenamedOption | None:
+    """What became of a key, None if it was not renamed."""
+    return next((found for option in RENAMED_OPTIONS if (found := option.at(key)) is not None), None)
+
+
+def renamed_settings(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """Settings of a file with new keys in the place of old ones, which are told of.
+
+    Args:
+        settings: Nested, as they were read.
+        group: Key of the group that they lie in, with a final dot.
+
+    Raises:
+        RenamedTwiceError: If an option is set by both of its keys.
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = group if name == "init_args" else f"{group}{name}."
+        option = find_renamed(f"{group}{name}")
+        if option is None:
+            found[name] = renamed_value(value, inner)
+        elif option.place in settings:
+            raise RenamedTwiceError(f"`{option.old}` and `{option.new}` are one option. Leave out `{option.old}`.")
+        else:
+            option.warn()
+            found[option.place] = option.convert(value)
+    return found
+
+
+def renamed_value(value: Any, group: str) -> Any:
+    """A value with new keys in the place of old ones, where it holds settings."""
+    if isinstance(value, list):
+        return [renamed_value(item, group) for item in value]
+    return renamed_settings(value, group) if isinstance(value, dict) else value
+
+
+def renamed_text(text: str, group: str = "") -> str:
+    """YAML with new keys in the place of old ones, which are told of; the text itself where there are none.
+
+    Args:
+        text: A file's content or a flag's value.
+        group: Key of the group that its settings lie in, with a final dot.
+
+    Raises:
+        RenamedTwiceError: If an option is set by both of its keys.
+    """
+    if not any(option.old.rpartition(".")[2] in text for option in RENAMED_OPTIONS):
+        return text
+    try:
+        settings = get_loader("yaml")(text)
+    except yaml.YAMLError:
+        return text  # the parser says what is wrong with it
+    return as_yaml(renamed_value(settings, group))
+
+
+def renamed_flags(words: Sequence[str]) -> Iterator[str]:
+    """Words of a command line with new keys in the place of old ones, which are told of.
+
+    Raises:
+        RenamedTwiceError: If a flag's value sets an option by both of its keys.
+    """
+    rest, key = iter(words), ""
+    for word in rest:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        key = flag.removeprefix("--").removesuffix("+").replace(".init_args.", ".") or key
+        option = find_renamed(key) if flag else None
+        if option is not None:
+            option.warn()
+            value = value if equals else next(rest, "null")
+            yield f"--{option.new}={as_yaml(option.convert(get_loader('yaml')(value)))}"
+        else:
+            yield flag + equals + renamed_text(value, f"{key}.")
+
+
+def as_yaml(value: Any) -> str:
+    """A value in one line of YAML."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 
 def renamed_classes(module: str, names: dict[Renamed, type]) -> Callable[[str], type]:

@@ -29,6 +29,7 @@ from verl_lightning.callbacks.resume_wandb import newest_wandb_checkpoint
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser
+from verl_lightning.deprecation import renamed_flags
 from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger
 from verl_lightning.strategies import STRATEGIES
 
@@ -141,7 +142,7 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
-            self.config = parser.parse_args(normalize_arguments(args))
+            self.config = parser.parse_args(list(renamed_flags(normalize_arguments(args))))
         except (FileNotFoundError, ValueError) as error:
             parser.error(str(error))
         settings = self.config[self.config.subcommand]
