@@ -151,7 +151,10 @@ def measure(arguments: argparse.Namespace, *, packing: Any, checkpointing: bool)
         max_steps=1,
     )
     config = ModelConfig(
-        path=str(arguments.model), optim=OptimConfig(lr=1e-6), gradient_checkpointing=checkpointing, packing=packing
+        path=str(arguments.model),
+        optim=OptimConfig(lr=1e-6),
+        activation_checkpointing="full" if checkpointing else "none",
+        packing=packing,
     )
     module = SFTModule(config)
     shape = AutoConfig.from_pretrained(arguments.model)

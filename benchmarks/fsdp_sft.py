@@ -282,7 +282,7 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
     config = ModelConfig(
         path=str(arguments.model),
         optim=OptimConfig(lr=1e-5),
-        gradient_checkpointing=checkpointing,
+        activation_checkpointing="full" if checkpointing else "none",
         packing=arguments.packing,
     )
     module = SFTModule(config)

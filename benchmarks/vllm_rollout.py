@@ -231,7 +231,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             path=str(folder),
             dtype="bfloat16" if arguments.precision == "bf16-true" else "float32",
             optim=OptimConfig(lr=1e-6),
-            gradient_checkpointing=arguments.gradient_checkpointing,
+            activation_checkpointing="full" if arguments.gradient_checkpointing else "none",
         ),
         RewardConfig(function=f"{Path(__file__).resolve()}:even_length"),
         GRPO(),

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
 from verl_lightning.metrics import Metric
+from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
 from verl_lightning.models.weights import merged_weights, whole
@@ -40,7 +40,6 @@ from verl_lightning.strategies.fsdp_shard import (
     gradients_kept_local,
     receive_weights,
     shard,
-    transformer_blocks,
 )
 from verl_lightning.types import Scores, TokenBatch
 
@@ -68,7 +67,6 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         accumulate_whole: Add up whole gradients over micro-batches and reduce them once: less traffic, but 4 bytes
             of memory for each weight on every device. False reduces them after each micro-batch.
         cpu_offload: Keep weights, gradients and optimizer state in the host's memory, and step there.
-        checkpoint_every: Where a model's ``gradient_checkpointing`` is on, recompute every so many blocks; 1 is all.
         compile: Compile each block and the log-probs with ``torch.compile``; pays when batches share their shapes.
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
@@ -80,20 +78,17 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         reshard_after_forward: bool = True,
         accumulate_whole: bool = True,
         cpu_offload: bool = False,
-        checkpoint_every: int = 1,
         compile: bool = False,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        for name, value in (("replicate_size", replicate_size), ("checkpoint_every", checkpoint_every)):
-            if value < 1:
-                raise ValueError(f"`fsdp.{name}` must be at least 1, got {value}.")
+        if replicate_size < 1:
+            raise ValueError(f"`fsdp.replicate_size` must be at least 1, got {replicate_size}.")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout))
         self.replicate_size = replicate_size
         self.reshard_after_forward = reshard_after_forward
         self.accumulate_whole = accumulate_whole
         self.cpu_offload = cpu_offload
-        self.checkpoint_every = checkpoint_every
         self.compile = compile
         self._shard_mesh: DeviceMesh | None = None
         self._trained: list[TokenScorer] = []
@@ -140,15 +135,6 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         return "cpu:gloo,cuda:nccl" if self.cpu_offload and backend == "nccl" else backend
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if self.checkpoint_every > 1 and not any(_recomputes(model) for model in self._trained):
-            raise MisconfigurationException(
-                f"`fsdp.checkpoint_every` ({self.checkpoint_every}) has no effect: no model in training has"
-                " `gradient_checkpointing: true`."
-            )
-
-    @override
     def model_to_device(self) -> None:
         if not self.cpu_offload:
             super().model_to_device()
@@ -159,10 +145,8 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         model = build_skeleton(config, head, trainable=trainable)
         model.is_compiled = self.compile
         blocks = transformer_blocks(model.backbone)
-        for index, block in enumerate(blocks):
-            if index % self.checkpoint_every:
-                block.gradient_checkpointing = False  # type: ignore[assignment]
-            if self.compile:
+        if self.compile:
+            for block in blocks:
                 compile_block(block)
         assert self._shard_mesh is not None
         shard(
@@ -327,7 +311,3 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         parts = [part for part in (scores.log_probs, scores.values) if part is not None]
         loss = sum(torch.where(batch.response_mask, part, 0.0).sum() for part in parts)
         self.backward(cast(Tensor, loss), None)
-
-
-def _recomputes(model: TokenScorer) -> bool:
-    return bool(model.backbone.is_gradient_checkpointing)

@@ -7,31 +7,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-
-def transformer_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a transformers model, first to last.
-
-    Raises:
-        MisconfigurationException: If the model has none that could be told.
-    """
-    blocks: list[nn.Module] = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not blocks:
-        names = set(backbone._no_split_modules or ())
-        blocks = [module for module in backbone.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise MisconfigurationException(
-            f"`fsdp` shards a model block by block, but `{type(backbone).__name__}` does not say what its blocks are"
-            " (`_no_split_modules`). Use `ddp`, or a model class that transformers keeps up to date."
-        )
-    return blocks
 
 
 def shard(

@@ -132,7 +132,7 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
     config: ModelConfig = parser.instantiate(parser.parse_object({"model": chosen})).model
     lora = config.lora and dataclasses.replace(config.lora, adapter_path=None)  # the checkpoint brings the adapter
     head: Head = "policy_and_value" if critic and critic_model is None else "policy"
-    config = dataclasses.replace(config, lora=lora, attn_implementation="sdpa", gradient_checkpointing=False)
+    config = dataclasses.replace(config, lora=lora, attn_implementation="sdpa", activation_checkpointing="none")
     return config, "value" if role == "critic" else head
 
 

@@ -92,8 +92,8 @@ class TransformerOptions:
     """How layers are computed; what a model is, its own config says."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to compute again in the backward pass: core attention alone, or whole layers. A model's
-    ``gradient_checkpointing`` means ``full``."""
+    """Activations to compute again in the backward pass: core attention alone, or whole layers. Not
+    beside a model's ``activation_checkpointing``, which says the same for one model."""
 
     recompute_num_layers: int = 1
     """Layers between two kept activations where ``recompute`` is ``full``."""

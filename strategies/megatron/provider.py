@@ -118,7 +118,7 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     fields = {
         **_layout(settings),
         **_numbers(settings),
-        **_recompute(config, settings.transformer),
+        **_recompute(config, settings, provider.num_layers),
         **({} if uses_te else _without_transformer_engine()),
         "perform_initialization": False,
     }
@@ -190,17 +190,29 @@ def _numbers(settings: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _recompute(config: ModelConfig, options: TransformerOptions) -> dict[str, Any]:
-    kind = "full" if config.gradient_checkpointing else options.recompute
-    if kind == "none":
-        return {"recompute_granularity": None}
-    if kind == "selective":
-        return {"recompute_granularity": "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": options.recompute_num_layers,
-    }
+def _recompute(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:
+    """Megatron's fields; of every k-th layer, as many at the start of each piece of the stack.
+
+    Raises:
+        ValueError: If the model and the strategy both say what to compute again.
+    """
+    which, options = config.activation_checkpointing, settings.transformer
+    if which != "none" and options.recompute != "none":
+        raise ValueError(
+            f"`activation_checkpointing: {which}` of `path: {config.path}` and `megatron.transformer.recompute:"
+            f" {options.recompute}` both say what is computed again in the backward pass. Take one of them out."
+        )
+    if isinstance(which, int):
+        pieces = settings.sizes.pipeline * settings.sizes.virtual_pipeline
+        return _whole_layers("block", -(-num_layers // (pieces * which)))
+    kind = "full" if which == "full" else options.recompute
+    if kind == "full":
+        return _whole_layers("uniform", options.recompute_num_layers)
+    return {"recompute_granularity": None if kind == "none" else kind}
+
+
+def _whole_layers(method: str, count: int) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
 
 
 def _without_transformer_engine() -> dict[str, Any]:

@@ -111,6 +111,16 @@ def test_megatron_lora_corrections_and_profiler(tmp_path):
     assert "vLLM in its place" in next(line.words for line in migration.lines if line.key.endswith("rollout.name"))
 
 
+@pytest.mark.parametrize(("recompute", "expected"), [("", "full"), ("recompute_granularity: selective", None)])
+def test_one_place_says_what_megatron_recomputes(tmp_path, recompute, expected):
+    """Where verl's Megatron recomputes by its own option, the models' says nothing."""
+    sizes = "{tensor_model_parallel_size: 2, "
+    text = MEGATRON.replace(sizes, f"{sizes}override_transformer_config: {{{recompute}}}, ", 1)
+    ours = migrated(tmp_path, text, name="verl.yaml").settings
+    assert ours["model"]["init_args"]["actor"].get("activation_checkpointing") == expected
+    assert ours["megatron"].get("transformer", {}).get("recompute") == (None if expected else "selective")
+
+
 def test_a_role_that_differs_from_the_actor_must_be_decided(tmp_path):
     """One strategy serves all models, so another size of the reference is no detail."""
     found = fates(migrated(tmp_path, MEGATRON, name="verl.yaml"))

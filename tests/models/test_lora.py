@@ -39,11 +39,11 @@ def base_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def lora_scorer(folder, *, trained=True, gradient_checkpointing=False, dtype="float32", **lora):
+def lora_scorer(folder, *, trained=True, activation_checkpointing="none", dtype="float32", **lora):
     """A policy with adapters; `trained` gives the ones that start at zero random values."""
     options = {"rank": 4, "alpha": 8.0} | lora
     config = make_model_config(
-        folder, lora=LoraConfig(**options), gradient_checkpointing=gradient_checkpointing, dtype=dtype
+        folder, lora=LoraConfig(**options), activation_checkpointing=activation_checkpointing, dtype=dtype
     )
     torch.manual_seed(0)  # draws A
     scorer = build_scorer(config, "policy", trainable=True)
@@ -97,9 +97,9 @@ def test_only_adapters_are_trained_and_the_report_counts_them(tiny_folder):
     assert all(".lora_" in name for name, p in backbone.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_every_trainable_parameter_gets_a_gradient(tiny_folder, gradient_checkpointing):
-    scorer = lora_scorer(tiny_folder, gradient_checkpointing=gradient_checkpointing)
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_every_trainable_parameter_gets_a_gradient(tiny_folder, activation_checkpointing):
+    scorer = lora_scorer(tiny_folder, activation_checkpointing=activation_checkpointing)
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
     batch = TokenBatch(input_ids=TOKENS, attention_mask=mask, response_mask=mask[:, 1:])
 

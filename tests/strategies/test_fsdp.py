@@ -93,7 +93,7 @@ def test_options_change_no_number(ranks, options, expected, tiny_folder, chat_fi
 
 def recompute_every_second(folder: Path, chats: Path, path: Path) -> Any:
     """Two of the four combinations of model and strategy."""
-    return train(folder, chats, path, 2, {"checkpoint_every": 2}, gradient_checkpointing=True)
+    return train(folder, chats, path, 2, {}, activation_checkpointing=2)
 
 
 def test_every_second_block_is_recomputed(expected, tiny_folder, chat_file, tmp_path):
@@ -178,7 +178,6 @@ def fail_to_fit(folder: Path, chats: Path, path: Path, changes: dict[str, Any], 
     [
         ({"devices": 1}, "2 processes were launched, but `trainer.devices` (1)"),
         ({"strategy": FSDPStrategy(replicate_size=3)}, "`fsdp.replicate_size` (3) must divide"),
-        ({"strategy": FSDPStrategy(checkpoint_every=2)}, "`fsdp.checkpoint_every` (2) has no effect"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message, tiny_folder, chat_file, tmp_path):
@@ -198,10 +197,9 @@ def test_every_rank_hears_that_rank_0_cannot_load(tiny_folder, chat_file, tmp_pa
     assert "rank 0 could not load" in second
 
 
-@pytest.mark.parametrize("name", ["replicate_size", "checkpoint_every"])
-def test_sizes_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"`fsdp.{name}` must be at least 1, got 0"):
-        FSDPStrategy(**{name: 0})
+def test_a_size_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"`fsdp.replicate_size` must be at least 1, got 0"):
+        FSDPStrategy(replicate_size=0)
 
 
 def test_other_precisions_are_refused(tmp_path):

@@ -127,13 +127,10 @@ def translate_megatron(verl: VerlConfig, group: str) -> Findings:
 def translate_transformer(verl: VerlConfig, group: str) -> Findings:
     """Recomputation, attention, and further fields of Megatron's `TransformerConfig`."""
     known = {f"{group}.{name}" for name in ("attention_backend", *RECOMPUTE)}
-    granularity = verl[f"{group}.recompute_granularity"]
-    if granularity in ("full", "selective"):
-        yield Setting(
-            key="megatron.transformer.recompute", value=granularity, sources=(f"{group}.recompute_granularity",)
-        )
-    layers = f"{group}.recompute_num_layers"
-    if granularity == "full" and verl[layers]:
+    recompute, layers = recompute_key(verl, group), f"{group}.recompute_num_layers"
+    if recompute is not None:
+        yield Setting(key="megatron.transformer.recompute", value=verl[recompute], sources=(recompute,))
+    if recompute is not None and verl[recompute] == "full" and verl[layers]:
         yield Setting(key="megatron.transformer.recompute_num_layers", value=verl.whole(layers), sources=(layers,))
     if verl[f"{group}.attention_backend"]:
         backend = str(verl[f"{group}.attention_backend"])
@@ -145,6 +142,12 @@ def translate_transformer(verl: VerlConfig, group: str) -> Findings:
         if key.startswith(f"{group}.") and key not in known:
             name = key.removeprefix(f"{group}.")
             yield Setting(key=f"megatron.transformer.overrides.{name}", value=verl[key], sources=(key,))
+
+
+def recompute_key(verl: VerlConfig, group: str) -> str | None:
+    """The key of Megatron's own recomputation of activations, None where it is off."""
+    key = f"{group}.recompute_granularity"
+    return key if verl[key] in ("full", "selective") else None
 
 
 RECOMPUTE = ("recompute_granularity", "recompute_num_layers", "recompute_method", "recompute_modules")

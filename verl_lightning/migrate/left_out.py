@@ -164,7 +164,7 @@ LEFT_OUT: list[LeftOut] = [
              "data.enable_thinking_default", "*.custom_chat_template", off=({},)),
     *missing("the model's own config is used", "*.hf_config_path", "*.override_config*", "*.external_lib",
              "*.override_mcore_model_config*", off=({},)),
-    *missing("activations stay on the GPU; `gradient_checkpointing` saves memory", "*.enable_activation_offload",
+    *missing("activations stay on the GPU; `activation_checkpointing` saves memory", "*.enable_activation_offload",
              "*.tiled_mlp.enabled"),
     *needless("of an option that is off", "*.tiled_mlp.*", "*.mtp.*_factor", "*.mtp.speculative_*", "*.mtp.method",
               "*.mtp.num_speculative_tokens"),

@@ -31,18 +31,23 @@ MEGATRON_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
-def translate_model(verl: VerlConfig, verl_group: str, ours: str) -> Findings:
+def translate_model(verl: VerlConfig, verl_group: str, ours: str, *, recomputed_by: str | None = None) -> Findings:
     """A model and its adapters.
 
     Args:
         verl: What the run was given.
         verl_group: Key of verl's model, such as ``critic.model``.
         ours: Key of our model, such as ``model.actor``.
+        recomputed_by: verl's key of Megatron's own recomputation, where that is on and decides.
     """
     path = verl.first(f"{verl_group}.path", f"{verl_group}.partial_pretrain", f"{verl_group}.path")
     yield Setting(key=f"{ours}.path", value=at_home(verl[path]), sources=(path,))
     key = f"{verl_group}.enable_gradient_checkpointing"
-    yield Setting(key=f"{ours}.gradient_checkpointing", value=bool(verl[key]), sources=(key,))
+    if recomputed_by is not None:
+        yield Remark(source=key, reason=f"`{recomputed_by}` decides", needed=False)
+    else:
+        which = "full" if verl[key] else "none"
+        yield Setting(key=f"{ours}.activation_checkpointing", value=which, sources=(key,))
     key = f"{verl_group}.use_remove_padding"
     yield Setting(key=f"{ours}.packing", value="auto" if verl[key] else "never", sources=(key,))
     yield from translate_lora(verl, verl_group, f"{ours}.lora")

@@ -15,6 +15,7 @@ from verl_lightning.migrate.engines import (
     ENGINE_DEFAULTS,
     engine_name,
     other_roles,
+    recompute_key,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -93,10 +94,10 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_megatron(verl, group) if engine == "megatron" else translate_fsdp(verl, group, actor)
     parts = ("megatron",) if engine == "megatron" else ("fsdp_config", "fsdp")
     yield from other_roles(verl, tuple(f"{role}.{part}" for role in (f"{ROLE}.ref", "critic") for part in parts), group)
-    yield from translate_model(verl, f"{ROLE}.model", actor)
+    yield from translate_model(verl, f"{ROLE}.model", actor, recomputed_by=recomputed_by(verl, engine))
     yield from translate_optim(verl, f"{ACTOR}.optim", f"{actor}.optim", steps, clip=f"{ACTOR}.grad_clip")
     yield from translate_advantage(verl)
-    yield from translate_critic(verl, steps)
+    yield from translate_critic(verl, steps, recomputed_by(verl, engine))
     yield from translate_loss(verl)
     yield from translate_kl(verl)
     yield from translate_correction(verl)
@@ -107,7 +108,12 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_rollout(verl)
 
 
-def translate_critic(verl: VerlConfig, steps: int | None) -> Findings:
+def recomputed_by(verl: VerlConfig, engine: str) -> str | None:
+    """The key of Megatron's own recomputation, where it trains and recomputes."""
+    return recompute_key(verl, f"{ACTOR}.megatron.override_transformer_config") if engine == "megatron" else None
+
+
+def translate_critic(verl: VerlConfig, steps: int | None, recomputed_by: str | None) -> Findings:
     """The value model, where the estimator needs one."""
     if str(verl["algorithm.adv_estimator"]).lower() != "gae":
         for key in verl.given:
@@ -115,7 +121,7 @@ def translate_critic(verl: VerlConfig, steps: int | None) -> Findings:
                 yield Remark(source=key, reason="the estimator needs no critic", needed=False)
         return
     critic = "model.init_args.critic"
-    yield from translate_model(verl, "critic.model", f"{critic}.model")
+    yield from translate_model(verl, "critic.model", f"{critic}.model", recomputed_by=recomputed_by)
     yield from translate_optim(verl, "critic.optim", f"{critic}.model.optim", steps, clip="critic.grad_clip")
     clip, epochs = "critic.cliprange_value", verl.first("critic.ppo_epochs", f"{ACTOR}.ppo_epochs")
     yield Setting(key=f"{critic}.value_clip", value=verl.number(clip), sources=(clip,))

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_lightning.migrate.engines import (
     ENGINE_DEFAULTS,
+    recompute_key,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -57,7 +58,8 @@ def translate_sft(verl: VerlConfig) -> Findings:
     yield from translate_loggers(verl)
     yield from translate_strategy(engine, "engine.strategy")
     yield from translate_megatron(verl, "engine") if engine == "megatron" else translate_fsdp(verl, "engine", actor)
-    yield from translate_model(verl, "model", actor)
+    recompute = recompute_key(verl, "engine.override_transformer_config") if engine == "megatron" else None
+    yield from translate_model(verl, "model", actor, recomputed_by=recompute)
     yield from translate_optim(verl, "optim", f"{actor}.optim", total_steps(verl))
     yield Setting(key="seed_everything", value=verl.whole("trainer.seed"), sources=("trainer.seed",))
     yield from translate_chats(verl)

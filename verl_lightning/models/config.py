@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Packing = Literal["auto", "always", "never"]
+ActivationCheckpointing = Literal["none", "full"] | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,5 +137,14 @@ class ModelConfig:
     """Whether sequences are scored in one row without padding: the same numbers, sooner. ``auto`` packs models that
     are tested with it where the attention kernel knows where sequences end; ``always`` refuses a model that cannot."""
 
-    gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Blocks whose activations are not kept but computed again in the backward pass: ``none``, ``full`` for all, with
+    about a third more compute, or a number k of at least 2 for every k-th block."""
+
+    def __post_init__(self) -> None:
+        which = self.activation_checkpointing
+        if which not in ("none", "full") and (isinstance(which, bool) or not isinstance(which, int) or which < 2):
+            raise ValueError(
+                "`activation_checkpointing` must be `none`, `full`, or a number k of at least 2 for every k-th block,"
+                f" got {which!r}."
+            )
