@@ -1,5 +1,7 @@
 """Strategies: where tensors live, and how a mini-batch becomes a gradient."""
 
+from typing import Any
+
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -11,7 +13,26 @@ STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrateg
 """Ours by name. `ddp` takes the place of Lightning's, which it equals for modules of other projects; `fsdp` that of
 Lightning's for FSDP1, which can neither run on CPUs nor clip a norm."""
 
-for _name, _class in STRATEGIES.items():
-    StrategyRegistry.register(_name, _class, description=(_class.__doc__ or "").splitlines()[0], override=True)
 
-__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "MegatronStrategy", "PostTrainingStrategy", "as_contract"]
+def register_strategies(**options: dict[str, Any]) -> None:
+    """Lets Lightning find our strategies by name, also where `auto` chooses one.
+
+    Args:
+        options: Keyword arguments of each strategy that does not take its defaults.
+    """
+    for name, kind in STRATEGIES.items():
+        first_line = (kind.__doc__ or "").splitlines()[0]
+        StrategyRegistry.register(name, kind, description=first_line, override=True, **options.get(name, {}))
+
+
+register_strategies()
+
+__all__ = [
+    "STRATEGIES",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "MegatronStrategy",
+    "PostTrainingStrategy",
+    "as_contract",
+    "register_strategies",
+]

@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import verl_lightning.data
@@ -28,10 +29,10 @@ from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallb
 from verl_lightning.callbacks.resume_wandb import newest_wandb_checkpoint
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
-from verl_lightning.cli_parser import Parser
+from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.deprecation import renamed_flags
 from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger
-from verl_lightning.strategies import STRATEGIES
+from verl_lightning.strategies import STRATEGIES, register_strategies
 
 CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollout": RolloutCallback}
 """Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
@@ -142,11 +143,13 @@ class CLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
-            self.config = parser.parse_args(list(renamed_flags(normalize_arguments(args))))
+            words = list(renamed_flags(normalize_arguments(args)))
+            self.config = parser.parse_args(words)
         except (FileNotFoundError, ValueError) as error:
             parser.error(str(error))
         settings = self.config[self.config.subcommand]
         check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
+        check_strategy_flags(parser, words, settings.trainer.strategy)
         check_name(
             parser, settings, "trainer.accelerator", ["auto", "gpu", *ACCELERATOR_REGISTRY.available_accelerators()]
         )
@@ -166,7 +169,9 @@ class CLI(LightningCLI):
             self._find_last_run(trainer.logger)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
+        register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
         made = super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+        self._tell_of_unused_groups(made)
         if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_wandb_checkpoint(made)):
             self.config_init[self.subcommand].ckpt_path = str(found)
         return made
@@ -177,6 +182,16 @@ class CLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeWandb) and path is not None:
                 callback.continue_from(self.trainer, path)
+
+    def _tell_of_unused_groups(self, trainer: Trainer) -> None:
+        """Says which settings of other strategies wait for them; a file may well hold those of several."""
+        chosen = next((name for name, kind in STRATEGIES.items() if type(trainer.strategy) is kind), "")
+        for name in STRATEGIES.keys() - {chosen}:
+            group, defaults = self._get(self.config, name), class_parser(STRATEGIES[name]).get_defaults()
+            changed = [f"`{name}.{key}`" for key, value in group.items() if value != defaults.get(key)]
+            if changed:
+                used = chosen or type(trainer.strategy).__name__
+                rank_zero_info(f"Not used by the strategy `{used}`: {', '.join(changed)}.")
 
     def _find_last_run(self, logger: ResumableCSVLogger) -> None:
         """Makes `last` mean the newest run: training goes on in its folder, an evaluation reads its weights."""
@@ -205,6 +220,19 @@ def check_name(parser: LightningArgumentParser, settings: Namespace, key: str, k
     if isinstance(name, str) and name not in known:
         hint = did_you_mean(name, known) or f" Choose from {', '.join(known[:6])} and so on."
         parser.error(f"`{key}` has no choice {name!r}.{hint}")
+
+
+def check_strategy_flags(parser: LightningArgumentParser, words: Sequence[str], strategy: object) -> None:
+    """Refuses a flag of a strategy that is not chosen; files may have groups of several, to choose from."""
+    for word in words:
+        group, _, option = word.removeprefix("--").partition("=")[0].partition(".")
+        if not (word.startswith("--") and option and group in STRATEGIES) or strategy == group:
+            continue
+        if not (group == "ddp" and strategy == "auto"):  # `auto` takes it for several devices
+            parser.error(
+                f"`{group}.{option}` is a setting of the strategy `{group}`, but `trainer.strategy` is `{strategy}`."
+                f" Add `--strategy {group}`, or leave it out."
+            )
 
 
 def check_checkpoint(parser: LightningArgumentParser, path: str | None) -> None:

@@ -39,6 +39,14 @@ FLAGS = [
     ("--trainer.max_steps", "argument --trainer.max_steps: expected one argument"),
     ("--strategy dpp", "`trainer.strategy` has no choice 'dpp'. Did you mean `ddp`?"),
     ("--strategy megatron_lm", "`trainer.strategy` has no choice 'megatron_lm'. Did you mean `megatron`?"),
+    (
+        "--fsdp.compile true",
+        "`fsdp.compile` is a setting of the strategy `fsdp`, but `trainer.strategy` is `auto`. Add",
+    ),
+    (
+        "--strategy fsdp --ddp.timeout=9",
+        "`ddp.timeout` is a setting of the strategy `ddp`, but `trainer.strategy` is `",
+    ),
     ("--trainer.accelerator cpuu", "`trainer.accelerator` has no choice 'cpuu'. Did you mean `cpu`?"),
     ("--trainer.profiler simpl", "`trainer.profiler` has no choice 'simpl'. Did you mean `simple`?"),
     ("--ckpt_path base.yml", "`--ckpt_path base.yml` does not exist. Did you mean `base.yaml`?"),

@@ -93,6 +93,24 @@ def test_group_of_a_strategy_reaches_it(parse):
     assert strategy._timeout.total_seconds() == 60
 
 
+@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons")
+def test_auto_with_several_devices_takes_the_settings_of_ddp(parse):
+    strategy = parse("--trainer.devices", "2", "--ddp.timeout", "60").trainer.strategy
+    assert type(strategy) is DDPStrategy
+    assert strategy._timeout.total_seconds() == 60
+    assert parse("--trainer.devices", "2").trainer.strategy._timeout.total_seconds() == 1800
+
+
+def test_settings_of_other_strategies_in_a_file_are_told_of(parse, folder, caplog):
+    """One file may serve several."""
+    (folder / "over.yaml").write_text("ddp: {timeout: 60}\nfsdp: {compile: true, timeout: 1800}\nmegatron: {}")
+    with caplog.at_level("INFO"):
+        parse("--config", "over.yaml", "--strategy", "ddp")
+    assert [line for line in caplog.messages if "Not used" in line] == [
+        "Not used by the strategy `ddp`: `fsdp.compile`."
+    ]
+
+
 def test_loggers_can_be_added_and_removed(parse):
     both = parse("--trainer.logger+=TensorBoardLogger", "--trainer.logger.save_dir=boards").trainer.loggers
     assert [type(logger) for logger in both] == [ResumableCSVLogger, TensorBoardLogger]
