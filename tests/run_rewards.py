@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 def even_share(sample):
     """Share of the response's characters with an even code; 0 for an empty response."""
@@ -47,3 +49,8 @@ def always_one(sample):
 def same_on_even_rows(sample):
     """Like `even_share`, but the same for every response to every other row of the data."""
     return 1.0 if sample.extra_info["index"] % 2 == 0 else even_share(sample)
+
+
+def differs_by_process(sample):
+    """A number of the worker that is asked, as a judge's mood would be."""
+    return os.getpid() % 1009 / 1009 + even_share(sample)

@@ -1,0 +1,100 @@
+"""Ranks that see the same data: each samples a part of the responses, and all learn from the same whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, seed_everything
+from torch.testing import assert_close
+
+from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_trainer
+from tests.strategies.fsdp_ranks import on_ranks
+from tests.tiny import write_prompt_file, write_tiny_folder
+from verl_lightning.callbacks import HFRollout
+from verl_lightning.modules.ppo_config import UpdateConfig
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.strategies import DDPStrategy
+
+
+class SameDataStrategy(DDPStrategy):
+    """All ranks see the same data and hold the same model; the mean of equal gradients is each of them."""
+
+    data_parallel_size = 1
+    data_parallel_rank = 0
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def model_parallel_group(self):
+        return dist.group.WORLD
+
+    def sum_over_data_parallel(self, tensor):
+        return tensor.clone()
+
+    def gather_over_data_parallel(self, value):
+        return [value]
+
+
+class CountingRollout(HFRollout):
+    """Knows how many prompts its engine was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(SamplingConfig(num_samples=2, max_new_tokens=6))
+        self.asked: list[int] = []
+
+    def _generate(self, module, prompts, sampling):
+        self.asked.append(len(prompts))
+        return super()._generate(module, prompts, sampling)
+
+
+class Witness(Callback):
+    """What each step learns from."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_experience(self, module, scored, experience, rows):
+        names = ("input_ids", "response_mask", "rollout_log_probs", "prompt_index")
+        tensors = {name: getattr(scored.rollout, name) for name in names}
+        self.steps.append(tensors | {"rewards": scored.verdict.rewards})
+
+
+def train(folder, ranks, num_prompts, reward):
+    """Three iterations: what they learnt from, the norms of their gradients, and how many prompts were asked."""
+    seed_everything(0, verbose=False)
+    witness, recorder, rollout = Witness(), Recorder(), CountingRollout()
+    strategy = SameDataStrategy() if ranks > 1 else "auto"
+    trainer = make_trainer(folder, rollout, witness, recorder, devices=ranks, strategy=strategy)
+    update = UpdateConfig(mini_batch_size=num_prompts, micro_batch_size=3)
+    module = make_ppo(folder / "model", reward=make_reward(reward), update=update)
+    trainer.fit(module, make_prompts(folder / "prompts.jsonl", prompts_per_step=num_prompts))
+    return witness.steps, recorder.column("actor/grad_norm"), rollout.asked
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    write_tiny_folder(folder / "model")
+    write_prompt_file(folder / "prompts.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize(("num_prompts", "part"), [(4, 2), (5, 3), (1, 1)])
+def test_ranks_share_the_sampling_and_learn_what_one_process_learns(folder, num_prompts, part):
+    """Five prompts on two ranks are three each; one more is asked than needed, and dropped."""
+    steps, norms, _ = train(folder, 1, num_prompts, "even_share")
+    for their_steps, their_norms, asked in on_ranks(2, train, folder, 2, num_prompts, "even_share"):
+        assert asked == [part] * 3
+        assert_close(their_steps, steps)
+        assert their_norms == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_reward_that_differs_by_process_is_the_same_on_all_ranks(folder):
+    (first, *_), (second, *_) = on_ranks(2, train, folder, 2, 4, "differs_by_process")
+    assert_close(first, second, rtol=0, atol=0)
+    assert torch.unique(first[0]["rewards"]).numel() > 1
