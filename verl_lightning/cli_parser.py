@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from verl_lightning.cli_errors import describe, did_you_mean, read_failure
-from verl_lightning.deprecation import RenamedTwiceError, renamed_settings, renamed_text
+from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
 
@@ -79,7 +79,7 @@ class Parser(LightningArgumentParser):
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         try:
             config: Namespace = super().parse_string(renamed_text(content), *args, **kwargs)
-        except RenamedTwiceError as error:
+        except OldKeyError as error:
             self.error(str(error), error)
         return config
 

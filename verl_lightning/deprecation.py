@@ -71,16 +71,36 @@ class RenamedOption(Renamed):
         return self.new.removeprefix(self.old.rpartition(".")[0] + ".")
 
 
-class RenamedTwiceError(ValueError):
-    """An option is set by its old key and by its new one."""
+class OldKeyError(ValueError):
+    """An old key stands beside its new one, or has none in its group."""
 
 
-RENAMED_OPTIONS: tuple[RenamedOption, ...] = ()
+RENAMED_OPTIONS: tuple[RenamedOption, ...] = (
+    RenamedOption(
+        old="model.*.gradient_checkpointing",
+        new="model.*.activation_checkpointing",
+        since="0.1",
+        gone_in="0.3",
+        convert=lambda is_on: "full" if is_on else "none",
+    ),
+)
 """Options that have another name now."""
+
+MOVED_OPTIONS = {
+    "fsdp.checkpoint_every": "`fsdp.checkpoint_every` is an option of each model since version 0.1: set"
+    " `model.actor.activation_checkpointing` to that number, and `model.critic.model.activation_checkpointing` too."
+}
+"""What to say of old keys whose option is in another group now."""
 
 
 def find_renamed(key: str) -> RenamedOption | None:
-    """What became of a key, None if it was not renamed."""
+    """What became of a key, None if it was not renamed.
+
+    Raises:
+        OldKeyError: If its option is in another group now.
+    """
+    if key in MOVED_OPTIONS:
+        raise OldKeyError(MOVED_OPTIONS[key])
     return next((found for option in RENAMED_OPTIONS if (found := option.at(key)) is not None), None)
 
 
@@ -92,7 +112,7 @@ def renamed_settings(settings: Mapping[str, Any], group: str = "") -> dict[str, 
         group: Key of the group that they lie in, with a final dot.
 
     Raises:
-        RenamedTwiceError: If an option is set by both of its keys.
+        OldKeyError: If an option is set by both of its keys, or is in another group now.
     """
     found: dict[str, Any] = {}
     for name, value in settings.items():
@@ -101,7 +121,7 @@ def renamed_settings(settings: Mapping[str, Any], group: str = "") -> dict[str, 
         if option is None:
             found[name] = renamed_value(value, inner)
         elif option.place in settings:
-            raise RenamedTwiceError(f"`{option.old}` and `{option.new}` are one option. Leave out `{option.old}`.")
+            raise OldKeyError(f"`{option.old}` and `{option.new}` are one option. Leave out `{option.old}`.")
         else:
             option.warn()
             found[option.place] = option.convert(value)
@@ -123,9 +143,10 @@ def renamed_text(text: str, group: str = "") -> str:
         group: Key of the group that its settings lie in, with a final dot.
 
     Raises:
-        RenamedTwiceError: If an option is set by both of its keys.
+        OldKeyError: If an option is set by both of its keys, or is in another group now.
     """
-    if not any(option.old.rpartition(".")[2] in text for option in RENAMED_OPTIONS):
+    old_keys = [*(option.old for option in RENAMED_OPTIONS), *MOVED_OPTIONS]
+    if not any(key.rpartition(".")[2] in text for key in old_keys):
         return text
     try:
         settings = get_loader("yaml")(text)
@@ -138,7 +159,7 @@ def renamed_flags(words: Sequence[str]) -> Iterator[str]:
     """Words of a command line with new keys in the place of old ones, which are told of.
 
     Raises:
-        RenamedTwiceError: If a flag's value sets an option by both of its keys.
+        OldKeyError: If a flag's value sets an option by both of its keys, or an option is in another group now.
     """
     rest, key = iter(words), ""
     for word in rest:

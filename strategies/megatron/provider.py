@@ -118,7 +118,7 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     fields = {
         **_layout(settings),
         **_numbers(settings),
-        **_recompute(config, settings, provider.num_layers),
+        **recompute_fields(config, settings, provider.num_layers),
         **({} if uses_te else _without_transformer_engine()),
         "perform_initialization": False,
     }
@@ -190,8 +190,13 @@ def _numbers(settings: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _recompute(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:
-    """Megatron's fields; of every k-th layer, as many at the start of each piece of the stack.
+def recompute_fields(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:
+    """Megatron's fields for what is computed again; for every k-th layer, as many at the start of each piece.
+
+    Args:
+        config: Of the model.
+        settings: The strategy's.
+        num_layers: Of the whole model.
 
     Raises:
         ValueError: If the model and the strategy both say what to compute again.

@@ -7,8 +7,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision
 
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.provider import ModelSettings, recompute_fields
 from verl_lightning.strategies.megatron.tokens import Slicing, context_slice, model_tokens
 from verl_lightning.types import TokenBatch
 
@@ -38,6 +40,38 @@ def test_options_without_effect_are_refused():
         TransformerOptions(recompute_num_layers=2)
     with pytest.raises(ValueError, match="`megatron.ddp.bucket_size` must be at least 1"):
         DataParallelConfig(bucket_size=0)
+
+
+@pytest.mark.parametrize(
+    ("which", "recompute", "expected"),
+    [
+        ("none", "none", {"recompute_granularity": None}),
+        ("none", "selective", {"recompute_granularity": "selective"}),
+        ("full", "none", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        # 10 layers on two stages: 2 of the 5 on each are every third, rounded up.
+        (3, "none", {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}),
+    ],
+)
+def test_activation_checkpointing_becomes_megatrons_fields(which, recompute, expected):
+    settings = model_settings(TransformerOptions(recompute=recompute))
+    assert recompute_fields(ModelConfig(path="m", activation_checkpointing=which), settings, 10) == expected
+
+
+def test_one_place_says_what_is_computed_again():
+    settings = model_settings(TransformerOptions(recompute="selective"))
+    with pytest.raises(ValueError, match="`activation_checkpointing: full` of `path: m` and `megatron.transformer.rec"):
+        recompute_fields(ModelConfig(path="m", activation_checkpointing="full"), settings, 10)
+
+
+def model_settings(transformer: TransformerOptions) -> ModelSettings:
+    """Two stages."""
+    return ModelSettings(
+        sizes=ParallelSizes(pipeline=2),
+        sequence_parallel=False,
+        transformer=transformer,
+        is_bf16=False,
+        device=torch.device("cpu"),
+    )
 
 
 def test_an_unknown_precision_is_refused():
