@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.shared_rollout import own_part, part_of
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.base import SamplingConfig
@@ -129,16 +130,21 @@ class OneStepOffRollout(RolloutCallback):
             purpose = "ahead"  # the same prompts once more, with other noise
         else:
             with module.phase("gen"):
-                rollout = self._attempt(module, lambda: ahead.result(trainer.global_step))
+                rollout = self._take(module, ahead)
             age = trainer.global_step - ahead.weights_step
             self._sync(trainer, module, batch)
             batch.clear()
             batch.update(ahead.batch | {"rollout": rollout})
         module.log("rollout/staleness", float(age), batch_size=1)
         prompts = self._prompts(trainer, asked, self.sampling, purpose)
-        engine = self._engine
+        engine, own = self._engine, own_part(prompts, module.contract)
         assert engine is not None
-        self._ahead = Ahead(asked, trainer.global_step, lambda: engine.generate(prompts, self.sampling))
+        self._ahead = Ahead(asked, trainer.global_step, lambda: engine.generate(own, self.sampling))
+
+    def _take(self, module: PostTrainingModule, ahead: Ahead) -> Rollout:
+        """The responses of all ranks with this rank's data, waited for. Collective."""
+        part = self._attempt(module, lambda: ahead.result(module.trainer.global_step))
+        return self._join(module, part, len(ahead.batch["row_index"]))
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """What some work of the engine yields; where engines may die, done anew until it does. Collective."""
@@ -158,7 +164,7 @@ class OneStepOffRollout(RolloutCallback):
         if ahead is None:
             return
         assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
-        rollout = self._attempt(pl_module, lambda: ahead.result(trainer.global_step)).to(torch.device("cpu"))
+        rollout = self._take(pl_module, ahead).to(torch.device("cpu"))
         fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
         state = {
             "row_index": ahead.batch["row_index"].tolist(),
@@ -208,7 +214,8 @@ def restored(saved: Sequence[dict[str, Any]], trainer: Trainer, module: PostTrai
         loader.source.batch([positions[index] for index in own], [False] * len(own))
     )
     rollout = deal_out(saved, rank=rank, ranks=ranks, pad_token_id=module.tokenizer.pad_token_id)
-    return Ahead(batch, saved[0]["weights_step"], lambda: rollout.to(module.device))
+    part = part_of(rollout, contract)
+    return Ahead(batch, saved[0]["weights_step"], lambda: part.to(module.device))
 
 
 def deal_out(saved: Sequence[dict[str, Any]], *, rank: int, ranks: int, pad_token_id: int) -> Rollout:

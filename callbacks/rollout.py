@@ -142,8 +142,12 @@ class RolloutCallback(Callback):
     def _share(self, module: PostTrainingModule, prompts: Prompts, answer: Callable[[Prompts], Rollout]) -> Rollout:
         """Answers to prompts that other ranks may have too: each gives a part, and all get the same. Collective."""
         part = answer(own_part(prompts, module.contract))
+        return self._join(module, part, len(prompts))
+
+    def _join(self, module: PostTrainingModule, part: Rollout, num_prompts: int) -> Rollout:
+        """The whole of which each rank with the same data has a part. Collective."""
         pad = module.tokenizer.pad_token_id
-        return join_parts(part, module.contract, num_prompts=len(prompts), pad_token_id=pad)
+        return join_parts(part, module.contract, num_prompts=num_prompts, pad_token_id=pad)
 
     def _answer(self, module: PostTrainingModule, sampling: SamplingConfig, prompts: Prompts) -> Rollout:
         """Single responses or conversations."""

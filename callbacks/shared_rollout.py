@@ -13,24 +13,36 @@ from verl_lightning.types import Rollout
 
 
 def own_part(prompts: Prompts, contract: PostTrainingStrategy) -> Prompts:
-    """The prompts that this rank asks for; as many on each, so the last ones may be asked for more than once.
+    """The prompts that this rank asks for; as many on each, so the last one may be asked for several times.
 
     Args:
         prompts: Of this rank's data.
         contract: Says with whom it shares them.
     """
-    size = contract.model_parallel_size
-    if size == 1:
+    if contract.model_parallel_size == 1:
         return prompts
-    count = -(-len(prompts) // size)
-    first = count * contract.model_parallel_rank
-    rows = [min(row, len(prompts) - 1) for row in range(first, first + count)]
+    rows = _own_rows(len(prompts), contract)
     return dataclasses.replace(
         prompts,
         prompt_ids=prompts.prompt_ids[rows],
         prompt_mask=prompts.prompt_mask[rows],
         seeds=[prompts.seeds[row] for row in rows],
     )
+
+
+def part_of(whole: Rollout, contract: PostTrainingStrategy) -> Rollout:
+    """What `join_parts` would make the whole of, for responses that are known already.
+
+    Args:
+        whole: To all prompts of this rank's data.
+        contract: Says with whom it shares them.
+    """
+    if contract.model_parallel_size == 1:
+        return whole
+    num_prompts = int(whole.prompt_index.max()) + 1
+    own, samples = torch.tensor(_own_rows(num_prompts, contract)), torch.arange(len(whole) // num_prompts)
+    part = whole.select((own[:, None] * len(samples) + samples).flatten())
+    return dataclasses.replace(part, prompt_index=torch.arange(len(own)).repeat_interleave(len(samples)))
 
 
 def join_parts(part: Rollout, contract: PostTrainingStrategy, *, num_prompts: int, pad_token_id: int) -> Rollout:
@@ -48,3 +60,9 @@ def join_parts(part: Rollout, contract: PostTrainingStrategy, *, num_prompts: in
     joined = join_rollouts(parts, pad_token_id=pad_token_id)
     asked_once = (joined.prompt_index < num_prompts).nonzero().flatten()
     return joined.select(asked_once).to(part.input_ids.device)
+
+
+def _own_rows(num_prompts: int, contract: PostTrainingStrategy) -> list[int]:
+    count = -(-num_prompts // contract.model_parallel_size)
+    first = count * contract.model_parallel_rank
+    return [min(row, num_prompts - 1) for row in range(first, first + count)]

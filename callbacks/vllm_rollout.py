@@ -61,8 +61,7 @@ class VLLMRollout(OneStepOffRollout):
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
             another temperature than 1: vLLM can't give their log-probs over the whole vocabulary.
-        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device, or if
-            the strategy splits a model over ranks.
+        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device.
     """
 
     def __init__(
@@ -147,8 +146,6 @@ class VLLMRollout(OneStepOffRollout):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(pl_module, PostTrainingModule):
-            check_ranks(pl_module.contract.data_parallel_size, trainer.world_size)
         super().setup(trainer, pl_module, stage)
         self._rest()
 
@@ -208,12 +205,10 @@ class VLLMRollout(OneStepOffRollout):
                 result = work()
             except EngineDiedError as error:
                 death = error
-            num_deaths = module.contract.sum_over_data_parallel(
-                torch.tensor(float(death is not None)).to(module.device)
-            )
+            num_deaths = sum_over_ranks(module, int(death is not None))
             if num_deaths == 0:
                 return result
-            self._num_restarts += int(num_deaths)
+            self._num_restarts += num_deaths
             if self._num_restarts > self.beside.max_restarts:
                 raise RuntimeError(restarts_message(self._num_restarts, self.beside.max_restarts)) from death
             if death is not None:
@@ -241,8 +236,7 @@ class VLLMRollout(OneStepOffRollout):
         tokens = min(CANARY_TOKENS, self.sampling.max_new_tokens)
         # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
         sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens, guide=None)
-        canary = self._canary
-        rollout = self._attempt(module, lambda: self._vllm.generate(canary, sampling))
+        rollout = self._share(module, self._canary, lambda part: self._generate(module, part, sampling))
         self._vllm.drop_caches()  # a resumed run may have other canaries, and must find the same cache
         self._canary_gap = log_prob_gap(module, rollout)
         if not self._canary_gap <= self.canary_limit:
@@ -273,18 +267,10 @@ def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
     )
 
 
-def check_ranks(data_parallel_size: int, world_size: int) -> None:
-    """Refuse ranks that share a model's work: each would sample on its own, and rounding would tell them apart.
-
-    Raises:
-        MisconfigurationException: Unless every rank sees different data.
-    """
-    if data_parallel_size != world_size:
-        raise MisconfigurationException(
-            f"`VLLMRollout` samples on each of the {world_size} ranks, but the strategy has them share"
-            f" {data_parallel_size} sets of data (tensor, pipeline or context parallelism). Sample with"
-            " `rollout: HFRollout`, or set those sizes to 1."
-        )
+def sum_over_ranks(module: PostTrainingModule, count: int) -> int:
+    """The sum of every rank's count, whether they see the same data or not. Collective."""
+    of_others = module.contract.sum_over_data_parallel(torch.tensor(float(count)).to(module.device))
+    return sum(module.contract.gather_over_model_parallel(int(of_others)))
 
 
 def engine_dtype(precision: str | None, weights_dtype: str) -> str:

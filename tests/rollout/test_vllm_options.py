@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_trainer
 from verl_lightning.callbacks import HFRollout, VLLMRollout
-from verl_lightning.callbacks.vllm_rollout import check_ranks, engine_dtype, engine_gpu, log_probs_mode
+from verl_lightning.callbacks.vllm_rollout import engine_dtype, engine_gpu, log_probs_mode
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import Environment, TurnsConfig
@@ -130,9 +130,3 @@ def test_the_package_does_not_import_vllm():
     code = "import sys, verl_lightning.callbacks; sys.exit('vllm' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_ranks_that_share_a_models_work_are_refused():
-    check_ranks(4, 4)
-    with pytest.raises(MisconfigurationException, match="4 ranks, but the strategy has them share 2 sets of data"):
-        check_ranks(2, 4)
