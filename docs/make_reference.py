@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import re
+import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,13 +70,11 @@ def parts_of(hint: Any) -> Iterator[type]:
 
 def type_text(hint: Any) -> str:
     """A type as YAML users know it."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " \\| ".join(type_text(inner) for inner in typing.get_args(hint))
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     text = re.sub(r"ForwardRef\('([\w.]+)'\)", r"\1", re.sub(r"typing\.|<class '([\w.]+)'>", r"\1", text))
     text = re.sub(r"\b(?:[a-zA-Z_]\w*\.)+(\w+)", r"\1", text)
-    union = re.fullmatch(r"(?:Union|Optional)\[(.*)\]", text)
-    if union:
-        text = union[1].replace(", ", " | ") if "[" not in union[1] else union[1]
-        text += " | None" if "None" not in text else ""
     text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "`").replace(", ", " or "), text)
     text = text.replace("NoneType", "null").replace("None", "null").replace("|", "\\|")
     for part in parts_of(hint):
