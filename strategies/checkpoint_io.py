@@ -39,27 +39,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+        from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 
-        refuse_megatron_folder(Path(path))
+        if is_megatron_folder(Path(path)):
+            return read_portable(Path(path), weights_only=weights_only)
         if is_sharded(Path(path)):  # written by `fsdp`
             return read_whole(Path(path), weights_only=weights_only)
         return super().load_checkpoint(path, map_location, weights_only)
-
-
-def refuse_megatron_folder(path: Path) -> None:
-    """Refuse what only Megatron can put together again.
-
-    Raises:
-        ValueError: With the way out.
-    """
-    from verl_lightning.strategies.megatron.checkpoint import is_megatron_folder
-
-    if is_megatron_folder(path):
-        raise ValueError(
-            f"`ckpt_path: {path}` was written by `megatron`, in its own format and names, and only `megatron` reads it,"
-            " with any layout. Have that run write a folder with `HFCheckpoint`, and start from it by `path`"
-            " (of an adapter: `lora.adapter_path`)."
-        )
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,7 +24,6 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn, blank, gradients_unsynced
-from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_checkpoint import (
     is_sharded,
@@ -41,6 +40,7 @@ from verl_lightning.strategies.fsdp_shard import (
     receive_weights,
     shard,
 )
+from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 from verl_lightning.types import Scores, TokenBatch
 
 FOLDER_KEY = "sharded_folder"
@@ -241,7 +241,8 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        refuse_megatron_folder(path)
+        if is_megatron_folder(path):
+            return read_portable(path, weights_only=weights_only)
         if not is_sharded(path):
             checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return checkpoint

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tmp_path, capsys, full_ru
     (tmp_path / "full" / "notes.txt").touch()
     shutil.copy(lora_run[1], tmp_path / "lost.ckpt")
     (tmp_path / "megatron").mkdir()
-    (tmp_path / "megatron" / "megatron_meta.pt").touch()
+    torch.save({}, tmp_path / "megatron" / "megatron_meta.pt")
     lora_config = str(lora_run[1].parents[1] / "config.yaml")
     cases = [
         (lora_run[1], "out", ["--to", "hf"], "was trained with LoRA. Use `--to peft` or `--to merged`"),
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tmp_path, capsys, full_ru
         (full_run[1], "full", ["--to", "hf"], "exists already"),
         (tmp_path / "none.ckpt", "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
         (tmp_path, "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
-        (tmp_path / "megatron", "out", ["--to", "peft", "--config", lora_config], "only `megatron` reads it"),
+        (tmp_path / "megatron", "out", ["--to", "peft", "--config", lora_config], "in an older layout"),
         (tmp_path / "lost.ckpt", "out", ["--to", "peft"], "no `config.yaml` lies beside"),
         (full_run[1], "out", ["--to", "peft", "--config", lora_config], "for another base"),
         (lora_run[1], "out", ["--to", "hf", "--config", str(full_run[1].parents[1] / "config.yaml")], "does not fit"),

@@ -21,8 +21,8 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY
-from verl_lightning.strategies.checkpoint_io import refuse_megatron_folder
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 
 Role = Literal["actor", "critic"]
 Form = Literal["hf", "peft", "merged"]
@@ -71,7 +71,7 @@ def export(
     """Write one role of a checkpoint as a folder, which appears when it is complete.
 
     Args:
-        ckpt_path: Checkpoint that `fit` wrote, a file or a sharded one's folder.
+        ckpt_path: Checkpoint that `fit` wrote, a file, or the folder that `fsdp` or `megatron` makes.
         output: Folder to make.
         to: A whole model of a run without LoRA, or a LoRA run's adapter, or its model with the adapter merged in.
         role: Which model of the run.
@@ -142,13 +142,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If there is none, or it is not one of ours.
     """
-    refuse_megatron_folder(path)
-    if path.is_dir() and is_sharded(path):
+    if is_megatron_folder(path):
+        checkpoint = read_portable(path, weights_only=True, with_optimizers=False)
+    elif path.is_dir() and is_sharded(path):
         checkpoint = read_whole(path, weights_only=True)
     elif path.is_file():
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     else:
-        raise ValueError(f"`--ckpt_path {path}` is neither a checkpoint file nor a sharded checkpoint's folder.")
+        raise ValueError(f"`--ckpt_path {path}` is neither a checkpoint file nor the folder of one.")
     if BASES_KEY not in checkpoint:
         raise ValueError(f"`--ckpt_path {path}` was not written by `verl-fit`.")
     return checkpoint

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
-from verl_lightning.strategies.megatron.scorer import MegatronScorer, local_value_head
+from verl_lightning.strategies.megatron.portable import MAP_KEY, SETTINGS_FILE, describe
+from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import gather_weights
-
-SETTINGS_FILE = "megatron_meta.pt"
-"""Everything but tensors of models and optimizers."""
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -31,11 +29,6 @@ FORMAT = {
 
 Roles = Mapping[str, MegatronScorer]
 """Models of a module by their attribute."""
-
-
-def is_megatron_folder(path: Path) -> bool:
-    """Whether a Megatron run wrote this checkpoint."""
-    return (path / SETTINGS_FILE).is_file()
 
 
 def save_folder(
@@ -61,13 +54,14 @@ def save_folder(
     tensors: dict[str, Any] = dict(states)
     for (role, state), optimizer in zip(states.items(), optimizers, strict=False):
         tensors[f"{role}.optimizer"] = optimizer_state(role, optimizer, state, is_loading=False)
+    described = describe(roles, states, optimizers)
     names: list[Any] = [None]
     with atomic_folder(path) if is_writer else contextlib.nullcontext(path) as folder:
         names[0] = str(folder)
         dist.broadcast_object_list(names, 0)
         dist_checkpointing.save(tensors, names[0])
         if is_writer:
-            torch.save(checkpoint, folder / SETTINGS_FILE)
+            torch.save(checkpoint | {MAP_KEY: described}, folder / SETTINGS_FILE)
     dist.barrier()
 
 
@@ -99,8 +93,27 @@ def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
     for index, piece in enumerate(model.pieces):
         trained = {f"{role}.{name}" for name, p in piece.named_parameters() if p.requires_grad}
         sharded: dict[str, Any] = piece.sharded_state_dict(prefix=f"{role}.", metadata=dict(FORMAT))  # type: ignore[operator]
-        states[f"model{index}"] = {name: part for name, part in sharded.items() if name in trained}
+        states[f"model{index}"] = {name: _as_one(name, part) for name, part in sharded.items() if name in trained}
     return states
+
+
+def _as_one(name: str, part: Any) -> Any:
+    """An adapter's matrix as one tensor.
+
+    Megatron-Bridge 0.6 stores those beside `linear_fc1` in halves, as if each held a gate and an up-projection, though
+    each belongs to one of them: read by another number of tensor-parallel ranks, their rows would be in another order.
+    `test_adapters_go_on_with_other_tensor_parallel_ranks` fails where that is not mended.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+    if not isinstance(part, ShardedTensorFactory) or ".adapter." not in name:
+        return part
+    half: Any = part.build()[0]
+    layers = tuple((axis, half.global_offset[axis], half.global_shape[axis]) for axis in range(half.prepend_axis_num))
+    return make_tp_sharded_tensor_for_checkpoint(
+        part.data, part.key, replica_id=part.replica_id, prepend_offsets=layers
+    )
 
 
 def optimizer_state(role: str, optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool) -> Any:
@@ -139,7 +152,7 @@ def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:
             )
         backbone = {n.removeprefix("backbone."): w for n, w in own.items() if n.startswith("backbone.")}
         load_whole(model, backbone)
-        head = local_value_head(model.pieces[-1], model.head)
+        head = model.local_value_head
         if head is not None:
             with torch.no_grad():
                 head.weight.copy_(own["value_head.weight"])

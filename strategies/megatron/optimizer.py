@@ -77,6 +77,14 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for slots in part.optimizer.state.values():
                 slots.setdefault("step", torch.tensor(0.0))
 
+    def describe(self) -> dict[str, Any]:
+        """AdamW's settings under torch's names, and the number of its steps, for checkpoints that others read."""
+        group = self.inner.param_groups[0]
+        names = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+        slots = [s for part in self.inner.chained_optimizers if part.optimizer for s in part.optimizer.state.values()]
+        step = next((slot["step"] for slot in slots if "step" in slot), group.get("step", 0))
+        return {name: group[name] for name in names if name in group} | {"step": float(step)}
+
     def load(self, state: Any) -> None:
         """Take a state that a checkpoint held for `inner`."""
         parts = self.inner.chained_optimizers

@@ -16,7 +16,7 @@ from typing_extensions import override
 from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.functional.log_probs import token_sum_squared_probs
 from verl_lightning.models.fingerprint import fingerprint
-from verl_lightning.models.scorer import Head, TokenScorer
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.strategies.megatron.tokens import ModelTokens, Slicing
 from verl_lightning.strategies.megatron.vocab_parallel import VocabPart, sum_over_group, vocab_parallel_log_probs
 from verl_lightning.strategies.megatron.weights import exported_weights
@@ -94,6 +94,18 @@ class MegatronScorer(TokenScorer):
                 module.enable_adapter_layers()
 
     @property
+    def skeleton(self) -> TokenScorer:
+        """The same model as transformers builds it, without memory."""
+        return self._skeleton[0]
+
+    @property
+    def local_value_head(self) -> nn.Linear | None:
+        """The value head on this rank's last piece; None where there is none."""
+        name = "output_layer" if self.head == "value" else VALUE_HEAD
+        found = getattr(self.pieces[-1], name, None)
+        return found if isinstance(found, nn.Linear) else None
+
+    @property
     def pieces(self) -> list[nn.Module]:
         """The chunks without their wrappers."""
         from megatron.core.utils import unwrap_model
@@ -117,7 +129,7 @@ class MegatronScorer(TokenScorer):
         head = self._skeleton[0].value_head
         assert head is not None
         weight = head.weight
-        own = local_value_head(self.pieces[-1], self.head)
+        own = self.local_value_head
         device = next(self.parameters()).device
         value = torch.empty_like(weight, device=device) if own is None else own.weight.detach().to(weight.dtype).clone()
         source = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -125,13 +137,6 @@ class MegatronScorer(TokenScorer):
         copied = nn.Linear(weight.shape[1], 1, bias=False, device="meta")
         copied.weight = nn.Parameter(value, requires_grad=False)
         return copied
-
-
-def local_value_head(piece: nn.Module, head: Head) -> nn.Linear | None:
-    """The value head on this piece; None where there is none."""
-    name = "output_layer" if head == "value" else VALUE_HEAD
-    found = getattr(piece, name, None)
-    return found if isinstance(found, nn.Linear) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +163,7 @@ class ScoreTokens:
         if self.model.head != "value":
             weight = cast(Tensor, output_layer.weight) if output_weight is None else output_weight
             scores += self._of_policy(hidden_states, weight, config)
-        head = local_value_head(self.model.pieces[-1], self.model.head)
+        head = self.model.local_value_head
         if head is not None:
             hidden = self._chosen(_whole_sequence(hidden_states, config, is_split_later=False))
             scores.append(head(hidden.to(head.weight.dtype)).squeeze(-1).float())

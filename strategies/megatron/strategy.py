@@ -25,8 +25,6 @@ from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.megatron.checkpoint import (
-    SETTINGS_FILE,
-    is_megatron_folder,
     load_models,
     load_optimizer,
     load_other,
@@ -37,6 +35,7 @@ from verl_lightning.strategies.megatron.config import DataParallelConfig, Parall
 from verl_lightning.strategies.megatron.groups import MegatronGroups
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
+from verl_lightning.strategies.megatron.portable import SETTINGS_FILE, check_settings, is_megatron_folder
 from verl_lightning.strategies.megatron.provider import ModelSettings
 from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
@@ -326,6 +325,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         if not is_megatron_folder(path):
             return read_other(path, weights_only=weights_only)
         settings = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
+        check_settings(path, settings)
         return {**settings, "state_dict": {}, FOLDER_KEY: str(path)}
 
     @override

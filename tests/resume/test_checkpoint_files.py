@@ -97,10 +97,10 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, tiny_folder, promp
 
 
 @pytest.mark.parametrize("read", [AtomicCheckpointIO().load_checkpoint, FSDPStrategy().load_checkpoint])
-def test_a_folder_of_megatrons_is_refused_with_the_way_out(tmp_path, read):
-    (tmp_path / "megatron_meta.pt").touch()
+def test_an_older_folder_of_megatrons_is_refused_with_the_way_out(tmp_path, read):
+    torch.save({"state_dict": {}}, tmp_path / "megatron_meta.pt")
 
-    with pytest.raises(ValueError, match="only `megatron` reads it.*write a folder with `HFCheckpoint`"):
+    with pytest.raises(ValueError, match="in an older layout.*have `HFCheckpoint` write a folder"):
         read(tmp_path)
 
 
