@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import shlex
-import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -73,7 +76,7 @@ def check_make(words: list[str]) -> None:
 
 def check_python(words: list[str]) -> None:
     if words[0] != "-m":
-        check_help([sys.executable, words[0]], words[1:])
+        check_help(words[:1], words[1:])
 
 
 def check_pip(words: list[str]) -> None:
@@ -84,9 +87,21 @@ def check_pip(words: list[str]) -> None:
 
 def check_help(command: list[str], words: list[str]) -> None:
     """The program's help knows each flag."""
-    scripts = Path(sys.executable).parent
-    start = [str(scripts / command[0]), *command[1:]]  # an absolute path stays as it is
-    done = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    shown = help_of(command)
     for word in words:
-        assert not word.startswith("--") or word.partition("=")[0] in done.stdout
+        assert not word.startswith("--") or word.partition("=")[0] in shown
+
+
+def help_of(command: list[str]) -> str:
+    """What a script of the checkout or an installed program says to `--help`, asked in this process: it starts soon."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+        patch.setattr(sys, "argv", [*command, "--help"])
+        patch.syspath_prepend(Path(command[0]).parent)
+        with pytest.raises(SystemExit) as end:
+            if command[0].endswith(".py"):
+                runpy.run_path(command[0], run_name="__main__")
+            else:
+                (program,) = entry_points(group="console_scripts", name=command[0])
+                program.load()()
+    assert end.value.code in (0, None)
+    return shown.getvalue()
