@@ -253,7 +253,7 @@ def set_gradient_scale(optimizer: torch.optim.Optimizer, *, factor: Tensor, skip
             " the strategy's `make_optimizer`."
         )
     factors: Any = optimizer
-    factors.grad_scale = torch.where(skips, 1.0, 1.0 / factor)  # what it divides by
+    factors.grad_scale = torch.where(skips, 1.0, 1.0 / factor).float()  # what it divides by
     factors.found_inf = skips.float()
 
 

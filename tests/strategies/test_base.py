@@ -94,6 +94,18 @@ def test_a_fused_optimizer_scales_and_skips():
     assert (state["step"], state["exp_avg"].any(), state["exp_avg_sq"].any()) == (0, False, False)
 
 
+def test_gradients_in_bfloat16_are_scaled_too():
+    """A model stored in bfloat16 has a norm in bfloat16, which the fused optimizer would refuse."""
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.0, fused=True)
+    parameter.grad = torch.tensor([3.0, -4.0], dtype=torch.bfloat16)
+
+    assert as_contract(SingleDeviceStrategy("cpu")).prepare_step(optimizer, 1.0) == 5
+    optimizer.step()
+
+    assert_close(parameter.detach(), torch.tensor([0.5, 1.5], dtype=torch.bfloat16), rtol=0.01, atol=0.0)
+
+
 def test_a_gradient_of_zeros_moves_nothing():
     """Neither weight decay nor momentum: nothing was learnt from."""
     weight, optimizer = adamw_after([[2.0, -4.0]])
