@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.ray.cluster import Demand
-from verl_lightning.rollout.process import ProcessEngine
-from verl_lightning.rollout.ray_engines import RayEngines
+from verl_lightning.rollout.ray_engines import Caller, RayEngines
 
 
-class RayRollout(RolloutCallback):
+class RayRollout(OneStepOffRollout):
     """Samples with engines that Ray places anywhere in the cluster, beside the trainer.
 
-    Each training process has replicas of its own, which share out its prompts. Ray replaces those that die; nothing
-    is lost, and responses are the same as without Ray.
+    All training processes share the replicas, of which there may be more or fewer: each request goes to the one with
+    the fewest tokens outstanding. Ray replaces those that die; nothing is lost, and responses are the same as without
+    Ray.
 
     Args:
         rollout: Whose engine and sampling settings are used, such as a `HFRollout` or a `VLLMRollout`.
-        num_replicas: Engines of each training process.
+        num_replicas: Engines of the whole run.
         gpus_per_replica: GPUs of each engine, 0 or 1.
         cpus_per_replica: CPUs that each reserves.
+        overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
+            of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
+            first two steps.
 
     Raises:
-        ValueError: If a number is out of its range.
-        MisconfigurationException: In ``setup``, if the other rollout's options don't apply to replicas.
+        ValueError: If a number is out of its range, or an option of the other rollout doesn't apply to replicas.
+        MisconfigurationException: In ``setup``, if adapters are to be sent alone, or nothing corrects for overlap.
     """
 
     def __init__(
@@ -35,14 +41,17 @@ class RayRollout(RolloutCallback):
         num_replicas: int = 1,
         gpus_per_replica: int = 0,
         cpus_per_replica: float = 1.0,
+        overlap: bool = False,
     ) -> None:
-        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns)
+        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns, overlap=overlap)
         if num_replicas < 1:
             raise ValueError(f"`rollout.num_replicas` must be at least 1, got {num_replicas}.")
         if gpus_per_replica not in (0, 1):
             raise ValueError(f"`rollout.gpus_per_replica` must be 0 or 1, got {gpus_per_replica}.")
         if cpus_per_replica <= 0:
             raise ValueError(f"`rollout.cpus_per_replica` must be positive, got {cpus_per_replica}.")
+        if isinstance(rollout, VLLMRollout):
+            check_alone(rollout)
         self.rollout = rollout
         self.demand = Demand(
             option="rollout.num_replicas", count=num_replicas, cpus=cpus_per_replica, gpus=float(gpus_per_replica)
@@ -55,9 +64,45 @@ class RayRollout(RolloutCallback):
                 "`lora.merge_for_rollout: false` sends adapters alone, which `RayRollout` can't. Set it to true."
             )
         engine = self.rollout.make_engine(module)
-        if isinstance(engine, ProcessEngine):
-            raise MisconfigurationException(
-                "`rollout.rollout.beside` runs engines in processes of one machine, which `RayRollout` does not need:"
-                " its replicas are beside the trainer already. Leave `beside` out."
-            )
-        return RayEngines(engine, self.demand, pad_token_id=module.tokenizer.pad_token_id)
+        trainer = module.trainer
+        caller = Caller(rank=trainer.global_rank, count=trainer.world_size, broadcast=trainer.strategy.broadcast)
+        return RayEngines(engine, self.demand, pad_token_id=module.tokenizer.pad_token_id, caller=caller)
+
+    @override
+    def sync_weights(self, module: PostTrainingModule) -> None:
+        strategy = module.trainer.strategy
+        strategy.barrier()  # others may not have their answers from the old weights yet
+        super().sync_weights(module)
+        strategy.barrier()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        trainer.strategy.barrier()  # the first process may end the replicas next
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.barrier()
+
+    @override
+    def _abandon(self) -> None:
+        assert self._engine is not None
+        self._engine.stop()
+
+
+def check_alone(rollout: VLLMRollout) -> None:
+    """Refuse options that place engines, which Ray does here.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if rollout.beside is not None:
+        raise ValueError(
+            "`rollout.rollout.beside` runs engines in processes of one machine, which `RayRollout` does not need: its"
+            " replicas are beside the trainer already. Leave `beside` out, and set `rollout.overlap` if you want that."
+        )
+    if rollout.tensor_parallel_size > 1:
+        raise ValueError(
+            f"`rollout.rollout.tensor_parallel_size` is {rollout.tensor_parallel_size}, but each replica of"
+            " `RayRollout` has one GPU. Set it to 1, or sample with `VLLMRollout` on the training GPUs."
+        )

@@ -16,7 +16,7 @@ def cluster_address() -> Iterator[str]:
     cluster.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def joined_cluster(cluster_address: str) -> Iterator[None]:
     """This process is a driver of the cluster."""
     import ray

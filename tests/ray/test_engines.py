@@ -1,28 +1,27 @@
-"""Engines in Ray actors answer as one engine does, and outlive the death of an actor."""
+"""Engines in Ray actors answer all callers as an engine of their own does, and outlive the death of an actor."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.ray.engine_processes import engine_pids, kill_at_work
 from tests.rollout.test_hf_engine import make_engine, make_prompts
 from tests.tiny import tiny_model
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.ray.actors import Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.dispatcher import EngineActor, join_prompts, num_tokens, split_prompts, split_rollout
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.joining import join_rollouts
 from verl_lightning.rollout.process import buckets
-from verl_lightning.rollout.ray_engines import EngineActor, RayEngines, num_tokens, split_prompts
+from verl_lightning.rollout.ray_engines import Caller, RayEngines
 
 CPU = torch.device("cpu")
 FIELDS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "is_truncated", "prompt_index")
@@ -34,57 +33,70 @@ def assert_same_rollout(ours, theirs):
         assert_close(getattr(ours, name), getattr(theirs, name))
 
 
-def start_replicas(folder, count=2):
-    engine = HFEngine(ModelConfig(path=str(folder)), eos_token_ids=[1], pad_token_id=0)
-    engines = RayEngines(engine, Demand(option="rollout.num_replicas", count=count, cpus=1.0), pad_token_id=0)
-    engines.start(CPU)
-    return engines
+def load(engines, seed):
+    for engine in engines:
+        engine.load_weights(list(tiny_model(seed=seed).named_parameters()))
 
 
-def kill_an_actor_at_work(killed):
-    """SIGKILL for the first actor that is seen to sample; its process is put into the list."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for process in psutil.process_iter(["name", "cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith("ray::EngineActor.generate"):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                return
-        time.sleep(0.02)
+@pytest.fixture(scope="module")
+def callers(joined_cluster, tiny_folder):
+    """Two replicas, and three callers that share them."""
+    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=[1], pad_token_id=0)
+    demand = Demand(option="rollout.num_replicas", count=2, cpus=1.0)
+    told = []
+    sends = [lambda value: told.append(value) or value] + [lambda _: told[0]] * 2
+    parts = [Caller(rank=rank, count=3, broadcast=send) for rank, send in enumerate(sends)]
+    engines = [RayEngines(engine, demand, pad_token_id=0, caller=part) for part in parts]
+    for each in engines:
+        each.start(CPU)
+    yield engines
+    for each in engines:
+        each.stop()
 
 
 @pytest.mark.slow
 @starts_ray
-def test_replicas_sample_what_one_engine_samples(joined_cluster, tiny_folder):
+@pytest.mark.parametrize("seed", [1, 2])  # the newest weights count
+def test_two_replicas_answer_three_callers_as_their_own_engines_would(callers, tiny_folder, seed):
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    alone, replicas = make_engine(tiny_folder), start_replicas(tiny_folder)
-    for seed in (1, 2):  # the newest weights count
-        weights = list(tiny_model(seed=seed).named_parameters())
-        alone.load_weights(weights)
-        replicas.load_weights(weights)
+    prompts = [make_prompts(), make_prompts(rows=[3]), make_prompts(rows=[0, 2], width=12)]
+    alone = make_engine(tiny_folder)
+    load([alone, *callers], seed)
 
-        assert_same_rollout(replicas.generate(make_prompts(), sampling), alone.generate(make_prompts(), sampling))
-    replicas.stop()
+    with ThreadPoolExecutor(3) as threads:
+        rollouts = list(threads.map(lambda caller, asked: caller.generate(asked, sampling), callers, prompts))
+
+    for rollout, asked in zip(rollouts, prompts, strict=True):
+        assert_same_rollout(rollout, alone.generate(asked, sampling))
 
 
 @pytest.mark.slow
 @starts_ray
-def test_a_killed_engine_is_replaced_and_its_prompts_answered(joined_cluster, tiny_folder):
+def test_a_killed_engine_is_done_without_and_its_prompts_answered(callers, tiny_folder):
     sampling = SamplingConfig(num_samples=3, max_new_tokens=300)
-    alone, replicas = make_engine(tiny_folder), start_replicas(tiny_folder)
-    weights = list(tiny_model(seed=1).named_parameters())
-    alone.load_weights(weights)
-    replicas.load_weights(weights)
+    alone = make_engine(tiny_folder)
+    load([alone, *callers], seed=1)
     killed = []
-    killer = threading.Thread(target=kill_an_actor_at_work, args=(killed,))
+    killer = threading.Thread(target=kill_at_work, args=(engine_pids(callers[0]), killed))
 
     killer.start()
-    rollout = replicas.generate(make_prompts(), sampling)
+    rollout = callers[1].generate(make_prompts(), sampling)
     killer.join()
 
     assert killed
     assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
-    replicas.stop()
+    load([alone, *callers], seed=2)  # also into the one that has come in its place
+    assert_same_rollout(callers[1].generate(make_prompts(), sampling), alone.generate(make_prompts(), sampling))
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_caller_with_other_weights_than_the_newest_is_refused(callers):
+    load(callers[:2], seed=1)
+
+    with pytest.raises(RuntimeError, match=r"has version \d of the weights, but \d was asked for"):
+        callers[2].generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
+    load(callers[2:], seed=1)
 
 
 @pytest.mark.slow
@@ -118,6 +130,17 @@ def test_prompts_are_split_evenly_and_joined_again(tiny_folder):
     assert [len(part) for part in split_prompts(prompts, 9)] == [1] * 5
     joined = join_rollouts([engine.generate(part, sampling) for part in parts], pad_token_id=0)
     assert_same_rollout(joined, engine.generate(prompts, sampling))
+
+
+def test_callers_get_their_own_rows_of_one_batch(tiny_folder):
+    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
+    engine = make_engine(tiny_folder)
+    parts = [make_prompts(rows=[4]), make_prompts(rows=[1, 0], width=20)]
+
+    rollouts = split_rollout(engine.generate(join_prompts(parts), sampling), parts)
+
+    for rollout, part in zip(rollouts, parts, strict=True):
+        assert_same_rollout(rollout, engine.generate(part, sampling))
 
 
 def test_shorter_parts_are_filled(tiny_folder):

@@ -1,25 +1,19 @@
-"""Equal actors that share out the requests of one caller, the least loaded first.
-
-Ray itself replaces an actor that dies, on another node if need be, and sends it its unanswered requests once more.
-"""
+"""Groups of equal actors: how they start, and how they end."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, require
 
-T = TypeVar("T")
+START_SECONDS = 600.0
+"""How long actors may take to be placed and to load what they hold."""
 
-MAX_RETRIES = 2
-"""How often a request is sent again because its actor died with it; then it is the request's fault."""
-
-_MAX_IN_FLIGHT = 2  # requests that an actor holds: one in hand, and one that hides the way there and back
-_START_SECONDS = 600.0  # to place the actors and load what they hold
+_MAX_DEATHS = 2  # of an actor that starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +54,15 @@ def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
 
     connect()
     require(demand)
-    remote: Any = ray.remote(num_cpus=demand.cpus, num_gpus=demand.gpus, max_restarts=-1, max_task_retries=MAX_RETRIES)(
-        kind
-    )
+    remote: Any = ray.remote(num_cpus=demand.cpus, num_gpus=demand.gpus, max_restarts=-1)(kind)
     actors = [remote.remote(*arguments) for _ in range(demand.count)]
     try:
-        ray.get([actor.ready.remote() for actor in actors], timeout=_START_SECONDS)
+        calls = [actor.ready.options(max_task_retries=_MAX_DEATHS).remote() for actor in actors]
+        ray.get(calls, timeout=START_SECONDS)
     except ray.exceptions.GetTimeoutError:
         stop_actors(actors)
         raise PlacementError(
-            f"The {demand.count} actors of `{demand.option}` are not ready after {_START_SECONDS:g} seconds."
+            f"The {demand.count} actors of `{demand.option}` are not ready after {START_SECONDS:g} seconds."
             " Look at `ray status` for what they wait for."
         ) from None
     except ray.exceptions.RayTaskError as error:
@@ -86,43 +79,11 @@ def stop_actors(actors: Sequence[Any]) -> None:
         ray.kill(actor)
 
 
-def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any, int], Any]) -> list[Any]:
-    """Has actors answer requests, each given to the one with the least cost outstanding.
-
-    Args:
-        actors: Who answers.
-        costs: Of each request, in any unit, such as tokens.
-        ask: Sends an actor the request of this index, and gives the reference of its answer.
-
-    Returns:
-        The answers, in the order of the requests.
-
-    Raises:
-        RuntimeError: If a request's actor dies each time.
-        Exception: Whatever an actor raises.
-    """
-    import ray
-
-    waiting = list(reversed(range(len(costs))))
-    running: dict[Any, tuple[int, int]] = {}
-    answers: list[Any] = [None] * len(costs)
-    while waiting or running:
-        held = [[costs[index] for owner, index in running.values() if owner == actor] for actor in range(len(actors))]
-        free = [actor for actor, requests in enumerate(held) if len(requests) < _MAX_IN_FLIGHT]
-        if waiting and free:
-            actor, index = min(free, key=lambda actor: sum(held[actor])), waiting.pop()
-            running[ask(actors[actor], index)] = actor, index
-            continue
-        (done,), _ = ray.wait(list(running), num_returns=1)
-        answers[running.pop(done)[1]] = take_answer(done)
-    return answers
-
-
 def take_answer(reference: Any) -> Any:
     """What an actor answered, or the error that it raised as itself.
 
     Raises:
-        RuntimeError: If its actor died each time that it was asked.
+        RuntimeError: If the actor died.
         Exception: Whatever the actor raised.
     """
     import ray
@@ -133,6 +94,5 @@ def take_answer(reference: Any) -> Any:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
         raise RuntimeError(
-            f"A Ray actor died {MAX_RETRIES + 1} times over the same request, so it was given up; `ray logs` has its"
-            f" last words. The last death: {error}"
+            f"A Ray actor on which this run depends died; `ray logs` has its last words. {error}"
         ) from None

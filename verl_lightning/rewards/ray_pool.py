@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from verl_lightning.ray.actors import Home, share_out, start_actors, stop_actors
+from verl_lightning.ray.actors import Home, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
+from verl_lightning.ray.crew import share_out
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures
 from verl_lightning.rewards.scoring import RewardResults

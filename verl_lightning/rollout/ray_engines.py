@@ -2,96 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from verl_lightning.ray.actors import Home, share_out, start_actors, stop_actors
-from verl_lightning.ray.cluster import Demand
+from verl_lightning.ray.actors import Home, start_actors, stop_actors, take_answer
+from verl_lightning.ray.cluster import Demand, connect
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
-from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
 from verl_lightning.rollout.process import buckets
 from verl_lightning.types import Rollout
 
-_REQUESTS_PER_REPLICA = 2  # large enough to fill an engine, small enough that a late one is not waited for long
+_NAMESPACE = "verl_lightning"
 
 
-class EngineActor:
-    """One replica.
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """One of the processes that share the replicas."""
 
-    Args:
-        engine: Not started.
-        device: On which it starts.
-        home: The caller's folder and modules.
-    """
+    rank: int = 0
+    """Among all processes; the first one starts the replicas and sends them weights."""
 
-    def __init__(self, engine: RolloutEngine, device: torch.device, home: Home) -> None:
-        home.enter()
-        self._engine = engine
-        self._device = device
-        self._version: int | None = None  # None before the engine has started
-        self._has_started = False
+    count: int = 1
+    """Processes that ask at the same time."""
 
-    def ready(self) -> None:
-        """Starts the engine, unless it runs."""
-        if not self._has_started:
-            self._engine.start(self._device)
-            self._has_started = True
-
-    def load_weights(self, version: int, weights: Sequence[Any]) -> None:
-        """Loads the policy's weights.
-
-        Args:
-            version: Their number.
-            weights: References of messages in the safetensors format.
-        """
-        self.ready()  # again, if Ray has replaced this actor
-        self._version = None
-        self._engine.load_weights(_read_messages(weights))
-        self._version = version
-
-    def generate(
-        self, version: int, weights: Sequence[Any], prompts: Prompts, sampling: SamplingConfig
-    ) -> tuple[int, Rollout]:
-        """Samples with weights of this version, which are loaded if it has others.
-
-        Returns:
-            The version that it has sampled with, and the responses.
-        """
-        if self._version != version:
-            self.load_weights(version, weights)
-        rollout = self._engine.generate(prompts, sampling)
-        assert self._version is not None
-        return self._version, rollout.to(torch.device("cpu"))
+    broadcast: Callable[[Any], Any] = lambda value: value
+    """Gives the first one's value to all. Collective."""
 
 
 class RayEngines:
-    """Replicas of an engine in Ray actors that share out the prompts of each batch by their tokens.
+    """Replicas of an engine in Ray actors that answer the prompts of all training processes.
 
-    Ray replaces a replica that dies and sends it what was unanswered; it then loads the newest weights first. These
-    are kept once in Ray's object store, from which all replicas of a node read them. Every answer says with which
-    version of the weights it was sampled, and another one than the newest is an error.
+    There may be more or fewer replicas than processes: a `Dispatcher`, an actor too, shares out the prompts of all by
+    their tokens. It does without a replica that dies, and asks another; Ray starts the dead one anew, which then loads
+    the newest weights first. These are sent once, by the first process, and are kept in Ray's object store, from which
+    all replicas of a node read them. Every answer says with which version of the weights it was sampled, and another
+    one than the newest is an error.
 
     Args:
         engine: What each replica runs; not started.
         demand: The number of replicas, and the resources of each.
         pad_token_id: Fills the end of shorter responses.
+        caller: This process among those that share them.
     """
 
-    def __init__(self, engine: RolloutEngine, demand: Demand, *, pad_token_id: int) -> None:
+    def __init__(self, engine: RolloutEngine, demand: Demand, *, pad_token_id: int, caller: Caller = Caller()) -> None:
         self.engine = engine
         self.demand = demand
         self.pad_token_id = pad_token_id
-        self._actors: list[Any] = []
-        self._weights: list[Any] = []
+        self.caller = caller
+        self._actors: list[Any] = []  # only the first process has them
+        self._dispatcher: Any = None
+        self._weights: list[Any] = []  # Ray keeps them as long as these references
         self._version = 0
         self._device = torch.device("cpu")
 
     def start(self, device: torch.device) -> None:
-        """Start the replicas, on GPUs if they have some.
+        """Start the replicas, on GPUs if they have some. Collective.
 
         Args:
             device: The trainer's, on which the responses will lie; the replicas leave it alone.
@@ -100,14 +71,22 @@ class RayEngines:
             PlacementError: If the cluster has no room.
             RuntimeError: If they are started already.
         """
-        if self._actors:
+        import ray
+
+        if self._dispatcher is not None:
             raise RuntimeError("`RayEngines.start` was called twice. Call `stop` in between.")
         self._device = device
-        own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
-        self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, Home.here())
+        name = self._start_actors() if self.caller.rank == 0 else None
+        address = ray.get_runtime_context().gcs_address if self.caller.rank == 0 else None
+        name, address = self.caller.broadcast((name, address))
+        if self.caller.rank != 0:
+            connect(address)
+            self._dispatcher = ray.get_actor(name, namespace=_NAMESPACE)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the policy's weights to all replicas at once.
+        """Send the policy's weights to all replicas at once; of the processes but the first, nothing is sent.
+
+        All must have been answered before one calls it, and none may ask until all have.
 
         Raises:
             ValueError: If the names are not exactly those of the engine's model.
@@ -115,61 +94,46 @@ class RayEngines:
         import ray
 
         self._version += 1
+        if self.caller.rank != 0:
+            for _ in weights:  # gathering them is collective
+                pass
+            return
         self._weights = [ray.put(message) for message in buckets(iter(weights))]
-        share_out(
-            self._actors,
-            [1.0] * len(self._actors),
-            lambda actor, _: actor.load_weights.remote(self._version, self._weights),
-        )
+        take_answer(self._dispatcher.load_weights.remote(self._version, self._weights))
 
     def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
         """Sample ``sampling.num_samples`` responses to each prompt; those of one prompt are adjacent rows.
 
         Raises:
-            RuntimeError: If a replica dies each time, or answers with other weights than the newest.
+            RuntimeError: If replicas die each time, or answer with other weights than the newest.
         """
-        parts = split_prompts(prompts, _REQUESTS_PER_REPLICA * len(self._actors))
-        costs = [num_tokens(part, sampling) for part in parts]
-        answers = share_out(
-            self._actors,
-            costs,
-            lambda actor, index: actor.generate.remote(self._version, self._weights, parts[index], sampling),
-        )
-        if wrong := {version for version, _ in answers} - {self._version}:
-            raise RuntimeError(
-                f"A rollout engine answered with version {wrong.pop()} of the weights, but {self._version} is the"
-                " newest. The run stops, for it would learn from another policy; please report this."
-            )
-        rollouts = [rollout for _, rollout in answers]
-        return join_rollouts(rollouts, pad_token_id=self.pad_token_id).to(self._device)
+        question = self._dispatcher.generate.remote(self._version, prompts.to(torch.device("cpu")), sampling)
+        rollout: Rollout
+        version, rollout = take_answer(question)
+        if version != self._version:
+            raise RuntimeError(version_message(version, self._version))
+        return rollout.to(self._device)
 
     def stop(self) -> None:
-        """End the replicas; may be called twice."""
-        stop_actors(self._actors)
-        self._actors, self._weights = [], []
+        """End the replicas, by the process that started them; may be called twice."""
+        if self._actors:
+            stop_actors([self._dispatcher, *self._actors])
+        self._dispatcher, self._actors, self._weights = None, [], []
 
+    def _start_actors(self) -> str:
+        """Starts the replicas and their dispatcher, whose name it gives."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-def split_prompts(prompts: Prompts, num_parts: int) -> list[Prompts]:
-    """Prompts in at most so many parts, whose sizes differ by one at most; on the CPU, where actors get them."""
-    num_parts = min(num_parts, len(prompts))
-    edges = [len(prompts) * part // num_parts for part in range(num_parts + 1)]
-    return [
-        Prompts(
-            prompt_ids=prompts.prompt_ids[start:end].cpu(),
-            prompt_mask=prompts.prompt_mask[start:end].cpu(),
-            seeds=prompts.seeds[start:end],
-        )
-        for start, end in zip(edges, edges[1:], strict=False)
-    ]
-
-
-def num_tokens(prompts: Prompts, sampling: SamplingConfig) -> float:
-    """Tokens that an engine reads and, at most, writes for these prompts."""
-    return float(prompts.prompt_mask.sum()) + len(prompts) * sampling.num_samples * sampling.max_new_tokens
-
-
-def _read_messages(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    import ray
-
-    for reference in references:
-        yield from safetensors.torch.load(ray.get(reference)).items()
+        own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
+        self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, Home.here())
+        node = ray.get_runtime_context().get_node_id()
+        name = f"dispatcher-{uuid.uuid4().hex}"
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": _NAMESPACE,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),  # it must not die before we do
+        }
+        remote: Any = ray.remote(num_cpus=0)(Dispatcher)
+        self._dispatcher = remote.options(**options).remote(self._actors, self.caller.count, self.pad_token_id)
+        return name

@@ -1,0 +1,30 @@
+"""The processes of engines in Ray actors, for tests that kill them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+
+from verl_lightning.rollout.ray_engines import RayEngines
+
+
+def engine_pids(engines: RayEngines) -> list[int]:
+    """Of each replica."""
+    import ray
+
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engines._actors])
+
+
+def kill_at_work(pids: list[int], killed: list[int]) -> None:
+    """SIGKILL for the first of these processes that is seen to sample; it is put into the second list."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for pid in pids:
+            if psutil.Process(pid).cmdline()[0].startswith("ray::EngineActor.generate"):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                return
+        time.sleep(0.02)

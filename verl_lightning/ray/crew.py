@@ -1,0 +1,140 @@
+"""Requests shared out among equal actors: the least loaded is asked first, and the dead are done without."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl_lightning.ray.actors import START_SECONDS
+
+MAX_DEATHS = 3
+"""How many actors may die over the same request; then it is the request's fault."""
+
+_MAX_IN_FLIGHT = 2  # requests that an actor holds: one in hand, and one that hides the way there and back
+
+logger = logging.getLogger(__name__)
+
+
+class Crew:
+    """Gives each request to the living actor with the least cost outstanding.
+
+    A request whose actor dies goes to another one. Ray starts a dead actor anew, on another node if need be; it is
+    asked again when it is ready, and done without if that never comes. For use in one event loop.
+
+    Args:
+        actors: Each with a method ``ready``.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self.actors = actors
+        self._held: list[list[float]] = [[] for _ in actors]  # costs of what each was asked
+        self._down: dict[int, asyncio.Task[None]] = {}  # those that died, with who waits for their successors
+        self._lost: dict[int, BaseException] = {}  # those of them that nobody waits for any more
+        self._changed = asyncio.Event()
+
+    async def ask(self, cost: float, send: Callable[[Any], Any]) -> Any:
+        """An actor's answer to one request.
+
+        Args:
+            cost: In any unit, such as tokens.
+            send: Asks an actor; gives the reference of its answer.
+
+        Raises:
+            RuntimeError: If each actor that is asked dies, or none is left.
+            Exception: Whatever an actor raises.
+        """
+        import ray
+
+        for _ in range(MAX_DEATHS):
+            index = await self._take(cost)
+            try:
+                return await send(self.actors[index])
+            except ray.exceptions.RayActorError as error:
+                self._lose(index)
+                death = error
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            finally:
+                self._held[index].remove(cost)
+                self._changed.set()
+        raise RuntimeError(
+            f"{MAX_DEATHS} Ray actors died over the same request, so it was given up; `ray logs` has their last words."
+            f" The last death: {death}"
+        )
+
+    async def tell_all(self, send: Callable[[Any], Any]) -> None:
+        """Asks every living actor the same; those that die meanwhile are left out.
+
+        Raises:
+            Exception: Whatever an actor raises.
+        """
+        await asyncio.gather(*[self._tell(index, send) for index in range(len(self.actors)) if index not in self._down])
+
+    async def _tell(self, index: int, send: Callable[[Any], Any]) -> None:
+        import ray
+
+        try:
+            await send(self.actors[index])
+        except ray.exceptions.RayActorError:
+            self._lose(index)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    async def _take(self, cost: float) -> int:
+        while not (free := [index for index in range(len(self.actors)) if self._is_free(index)]):
+            if len(self._lost) == len(self.actors):
+                raise RuntimeError(f"all {len(self.actors)} actors died and could not be replaced") from self._lost[0]
+            self._changed.clear()
+            await self._changed.wait()
+        index = min(free, key=lambda index: sum(self._held[index]))
+        self._held[index].append(cost)
+        return index
+
+    def _is_free(self, index: int) -> bool:
+        return index not in self._down and len(self._held[index]) < _MAX_IN_FLIGHT
+
+    def _lose(self, index: int) -> None:
+        if index not in self._down:
+            self._down[index] = asyncio.get_running_loop().create_task(self._await_successor(index))
+
+    async def _await_successor(self, index: int) -> None:
+        import ray
+
+        # Endless retries: until it is there, Ray answers each call at once with the death of its predecessor.
+        call = self.actors[index].ready.options(max_task_retries=-1).remote()
+        try:
+            await asyncio.wait_for(call, START_SECONDS)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("a Ray actor died and could not be replaced; the others go on without it: %s", error)
+            self._lost[index] = error
+        else:
+            del self._down[index]
+        self._changed.set()
+
+
+def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any, int], Any]) -> list[Any]:
+    """Has actors answer requests, as a `Crew` does.
+
+    Args:
+        actors: Who answers.
+        costs: Of each request, in any unit, such as tokens.
+        ask: Sends an actor the request of this index, and gives the reference of its answer.
+
+    Returns:
+        The answers, in the order of the requests.
+
+    Raises:
+        RuntimeError: If each actor that is asked the same dies, or none is left.
+        Exception: Whatever an actor raises.
+    """
+
+    def sender(index: int) -> Callable[[Any], Any]:
+        return lambda actor: ask(actor, index)
+
+    async def answers() -> list[Any]:
+        crew = Crew(actors)
+        return await asyncio.gather(*[crew.ask(cost, sender(index)) for index, cost in enumerate(costs)])
+
+    return asyncio.run(answers())
