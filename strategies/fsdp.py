@@ -14,7 +14,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
 from verl_lightning.models.weights import merged_weights, whole
-from verl_lightning.strategies.base import BatchT, DataParallelMixin, LossFn, blank, gradients_unsynced
+from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_checkpoint import (
     is_sharded,
@@ -34,6 +33,7 @@ from verl_lightning.strategies.fsdp_checkpoint import (
     read_settings,
     save_sharded,
 )
+from verl_lightning.strategies.fsdp_groups import FSDPGroups, check_shares, packed_attention
 from verl_lightning.strategies.fsdp_shard import (
     free_gathered_weights,
     gradients_kept_local,
@@ -53,7 +53,7 @@ class FSDPPrecision(Precision):
     precision = "bf16-mixed"
 
 
-class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
+class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     """Every process holds a part of each weight and sees its share of the data; weights are gathered block by block.
 
     ``trainer.precision: bf16-mixed`` keeps weights in their own type, computes in bfloat16 and reduces gradients in
@@ -62,6 +62,9 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     Args:
         replicate_size: Copies of the model, each sharded over the other processes (HSDP). Put one in each node to
             keep gathers inside nodes.
+        sequence_parallel_size: Ranks that share each sequence: between them its activations, for lengths that one
+            device can't hold. They see the same data, and weights are sharded over them as over others. Needs packed
+            sequences, and attention heads that it divides.
         reshard_after_forward: Free a block's gathered weights after its forward pass and gather them again for its
             backward pass: less memory, more traffic.
         accumulate_whole: Add up whole gradients over micro-batches and reduce them once: less traffic, but 4 bytes
@@ -75,6 +78,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     def __init__(
         self,
         replicate_size: int = 1,
+        sequence_parallel_size: int = 1,
         reshard_after_forward: bool = True,
         accumulate_whole: bool = True,
         cpu_offload: bool = False,
@@ -82,15 +86,16 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        if replicate_size < 1:
-            raise ValueError(f"`fsdp.replicate_size` must be at least 1, got {replicate_size}.")
+        for name, size in (("replicate_size", replicate_size), ("sequence_parallel_size", sequence_parallel_size)):
+            if size < 1:
+                raise ValueError(f"`fsdp.{name}` must be at least 1, got {size}.")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout))
         self.replicate_size = replicate_size
+        self.sequence_parallel_size = sequence_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.accumulate_whole = accumulate_whole
         self.cpu_offload = cpu_offload
         self.compile = compile
-        self._shard_mesh: DeviceMesh | None = None
         self._trained: list[TokenScorer] = []
         self._kept_local: set[nn.Module] = set()  # models within `no_gradient_sync`
 
@@ -120,13 +125,10 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
                 f"{environment.world_size()} processes were launched, but `trainer.devices` ({self.num_processes})"
                 f" times `trainer.num_nodes` ({self.num_nodes}) is {world}. Make them equal, or set `devices: auto`."
             )
-        if world % self.replicate_size:
-            raise MisconfigurationException(
-                f"`fsdp.replicate_size` ({self.replicate_size}) must divide the number of processes ({world})."
-            )
+        self.check_world(world)
         self._data_parallel_size, self._tensor_parallel_size = world, 1
         super().setup_environment()
-        self._shard_mesh = self._make_mesh(world)
+        self.start_groups(world)
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -141,18 +143,22 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
 
     @override
     def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
+        if self.sequence_parallel_size > 1:
+            config = packed_attention(config)
         source = self._build_on_first_rank(config, head, trainable)
         model = build_skeleton(config, head, trainable=trainable)
+        if self.sequence_parallel_size > 1:
+            check_shares(model, self.sequence_parallel_size)
+            model.sequence_group = self.model_parallel_group
         model.is_compiled = self.compile
         blocks = transformer_blocks(model.backbone)
         if self.compile:
             for block in blocks:
                 compile_block(block)
-        assert self._shard_mesh is not None
         shard(
             model,
             blocks,
-            mesh=self._shard_mesh,
+            mesh=self.shard_mesh,
             precision=self._mixed_precision(),
             reshard_after_forward=self.reshard_after_forward,
             cpu_offload=self.cpu_offload,
@@ -191,9 +197,8 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         # Of the local parts, since operations on hundreds of distributed tensors keep the host busy for long.
         own = super().gradient_norm(parameters).float().to(self.root_device)
-        assert self._shard_mesh is not None
         squares = own.square()
-        dist.all_reduce(squares, group=self._shard_mesh.get_group("shard"))
+        dist.all_reduce(squares, group=self.shard_mesh.get_group("shard"))
         return squares.sqrt()
 
     @override
@@ -272,13 +277,6 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
         self._trained.clear()
         super().teardown()
 
-    def _make_mesh(self, world: int) -> DeviceMesh:
-        """One axis to shard over; with copies, two."""
-        kind, copies = self.root_device.type, self.replicate_size
-        if copies == 1:
-            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
-
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision == "bf16-mixed":
             return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -299,7 +297,7 @@ class FSDPStrategy(DataParallelMixin, ModelParallelStrategy):
 
     def _largest_count(self, micro_batches: Sequence[TokenBatch]) -> int:
         """Most micro-batches of any rank: each pass gathers weights from all ranks, so all make as many."""
-        if self.data_parallel_size == 1:
+        if self.data_parallel_size == 1:  # ranks of one sequence have as many
             return len(micro_batches)
         count = torch.tensor(len(micro_batches), device=self.root_device)
         dist.all_reduce(count, dist.ReduceOp.MAX)

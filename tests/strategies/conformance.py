@@ -30,8 +30,8 @@ from tests.runs import (
     make_sft,
     make_trainer,
 )
+from tests.strategies.probes import LengthProbe, measure
 from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
-from verl_lightning.metrics import Metric
 from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.advantages import GAE
@@ -66,6 +66,9 @@ class Bench:
     options: dict[str, Any] = field(default_factory=dict)
     """Of the strategy."""
 
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer."""
+
     def fit(self, module: LightningModule, *callbacks: Callback, **options: Any) -> Results:
         """Three steps: losses, norms, counts, the sampled responses and what became of the weights."""
         is_ppo = isinstance(module, PPOModule)
@@ -73,7 +76,7 @@ class Bench:
         ours = [make_rollout(), responses] if is_ppo else []
         # As `verl-fit` does: Lightning refuses the name `fsdp` on CPUs, which is its FSDP1's.
         strategy = STRATEGIES[self.strategy](**self.options) if self.strategy in STRATEGIES else self.strategy
-        settings = {"strategy": strategy, "devices": self.devices} | options
+        settings = {"strategy": strategy, "devices": self.devices} | self.settings | options
         trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
         per_rank = 8 // self.replicas // trainer.accumulate_grad_batches
         data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
@@ -87,7 +90,7 @@ class Bench:
     @property
     def replicas(self) -> int:
         """Ranks that see different data."""
-        kinds = ("tensor", "pipeline", "context")
+        kinds = ("tensor", "pipeline", "context", "sequence")
         return self.devices // math.prod(self.options.get(f"{kind}_parallel_size", 1) for kind in kinds)
 
     def chats(self, per_rank: int) -> Any:
@@ -104,20 +107,21 @@ class Bench:
         return make_ppo(self.folder / "model", **parts | changes)
 
 
-def launch(strategy: str, folder: Path, *options: str, timeout: float) -> dict[str, Any]:
-    """Results of two processes; a hang is a failure.
+def launch(strategy: str, folder: Path, *options: str, timeout: float, devices: int = 2) -> dict[str, Any]:
+    """Results of several processes; a hang is a failure.
 
     Args:
         strategy: How they share the work.
         folder: From `write_inputs`.
         options: Of ``run_conformance.py``.
         timeout: Seconds after which they hang.
+        devices: How many they are.
     """
     script, out = Path(__file__).with_name("run_conformance.py"), folder / "results.pt"
     out.unlink(missing_ok=True)
-    command = [sys.executable, script, "--strategy", strategy, "--devices", "2", "--folder", folder, "--out", out]
+    command = [sys.executable, script, "--strategy", strategy, "--folder", folder, "--out", out]
     run = subprocess.run(
-        [*command, *options],
+        [*command, "--devices", str(devices), *options],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -280,16 +284,7 @@ def loss_and_norm(module: PPOModule, rollout: Rollout, aggregation: Any, size: i
         policy_loss=PPOClip(), normalizer=normalizer, kl=None, kl_coef=0.0, entropy_coef=0.3, is_on_policy=False
     )
 
-    def loss_fn(scores: Any, batch: Any) -> Any:
-        share, metrics = objective(scores, batch)
-        return share, {**metrics, "share": Metric("sum", share.detach().clone())}
-
-    batches = split_micro_batches(made_up_experience(rollout), size)
-    results = module.contract.forward_backward(module.policy, batches, loss_fn, with_entropy=True)
-    optimizer: Any = module.optimizers()
-    norm = module.contract.prepare_step(optimizer.optimizer, 0.0)
-    optimizer.zero_grad()
-    return float(reduce(torch.tensor(sum(float(part["share"].total) for part in results)))), float(norm)
+    return measure(module, split_micro_batches(made_up_experience(rollout), size), objective)
 
 
 def made_up_experience(rollout: Rollout) -> Experience:
@@ -308,6 +303,12 @@ def gradients_of_any_cut(bench: Bench) -> Results:
     """The gradient of 16 responses in micro-batches of many sizes, for every aggregation, and the steps after it."""
     probe = GradientProbe()
     return bench.fit(bench.ppo(), probe) | {"measured": probe.measured}
+
+
+def lengths_of_any_kind(bench: Bench) -> Results:
+    """Micro-batches of a token budget for sampled lengths that no two ranks share equally; none may hang."""
+    probe = LengthProbe()
+    return bench.fit(bench.ppo(actor=bench.model(packing="always")), probe) | {"measured": probe.measured}
 
 
 def whole_weights(bench: Bench) -> Results:
@@ -336,6 +337,7 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         nothing_to_train_on,
         infinite_gradient,
         gradients_of_any_cut,
+        lengths_of_any_kind,
         whole_weights,
     )
 }
@@ -343,6 +345,6 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
 
 def run_scenarios(bench: Bench, names: Sequence[str] | None = None) -> Iterator[tuple[str, Results]]:
     """All of them or those of these names, each from the same seed."""
-    for name in names or SCENARIOS:
+    for name in SCENARIOS if names is None else names:
         seed_everything(0, verbose=False)
         yield name, SCENARIOS[name](bench)

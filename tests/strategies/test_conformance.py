@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, launch, run_scenarios
+from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, Results, launch, run_scenarios
+from tests.strategies.fsdp_layouts import EXACT, LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUNS = sorted(SCENARIOS.keys() - {"whole_weights"})
 STRATEGIES = ["ddp", "fsdp"]
-TOLERANCES = {"losses": 1e-4, "norms": 1e-3, "counts": 0.0}
+# Sampled from slightly other weights, responses of later steps may differ.
+SAMPLES_OTHERWISE = {("bf16_compute", "gradients_of_any_cut")}
+MEASURED = ("gradients_of_any_cut", "lengths_of_any_kind")
+CASES = [(name, scenario) for name, layout in LAYOUTS.items() for scenario in layout.scenarios]
 
 
 @pytest.fixture(scope="session")
@@ -29,17 +34,26 @@ def expected(inputs: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session", params=STRATEGIES)
 def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
     """Results of two processes; a hang is a failure."""
-    return launch(request.param, inputs, timeout=500)
+    return run_two(request.param, inputs)
+
+
+@pytest.fixture(scope="session")
+def layouts(inputs: Path) -> dict[str, Any]:
+    """Results of two and of four processes that share work in other ways, by layout."""
+    four = launch("fsdp", inputs, "--layouts", "--scenarios", "", timeout=500, devices=4)
+    layouts: dict[str, Any] = run_two("fsdp", inputs)["layouts"] | four["layouts"]
+    return layouts
+
+
+@functools.cache
+def run_two(strategy: str, inputs: Path) -> dict[str, Any]:
+    """Once for all tests."""
+    return launch(strategy, inputs, *(["--layouts"] if strategy == "fsdp" else []), timeout=500)
 
 
 @pytest.mark.parametrize("scenario", RUNS)
 def test_losses_norms_and_counts_are_those_of_one_process(expected, actual, scenario):
-    for kind, tolerance in TOLERANCES.items():
-        for name, values in expected[scenario][kind].items():
-            others = actual[scenario][kind][name]
-            assert len(others) == len(values)
-            for step, (value, other) in enumerate(zip(values, others, strict=True)):
-                assert same(value, other, tolerance), f"{name} of step {step}: {other}, expected {value}"
+    compare_numbers(expected[scenario], actual[scenario], EXACT)
 
 
 @pytest.mark.parametrize("scenario", RUNS)
@@ -49,12 +63,25 @@ def test_responses_are_those_of_one_process(expected, actual, scenario):
 
 @pytest.mark.parametrize("scenario", RUNS)
 def test_weights_change_as_in_one_process(expected, actual, scenario):
-    """In every step, measured over all weights together."""
-    pairs = zip(expected[scenario]["weight_change"], actual[scenario]["weight_change"], strict=True)
-    for change, other in pairs:
-        assert change.keys() == other.keys()
-        flat, other_flat = (torch.cat([part[name].flatten() for name in sorted(part)]) for part in (change, other))
-        assert (flat - other_flat).norm() <= 1e-3 * flat.norm()
+    compare_weights(expected[scenario], actual[scenario], EXACT["weights"])
+
+
+@pytest.mark.parametrize(("layout", "scenario"), sorted(set(CASES) - SAMPLES_OTHERWISE))
+def test_a_layout_changes_no_number(expected, layouts, layout, scenario):
+    tolerances = LAYOUTS[layout].tolerances
+    assert layouts[layout][scenario]["responses"] == expected[scenario]["responses"]
+    compare_numbers(expected[scenario], layouts[layout][scenario], tolerances)
+    compare_weights(expected[scenario], layouts[layout][scenario], tolerances["weights"])
+
+
+@pytest.mark.parametrize(("layout", "scenario"), [case for case in CASES if case[1] in MEASURED])
+def test_a_layout_changes_no_gradient(expected, layouts, layout, scenario):
+    compare_measured(expected[scenario], layouts[layout][scenario], LAYOUTS[layout].tolerances)
+
+
+def test_no_lengths_hang(expected, actual):
+    """And all give the scores and gradients of one process."""
+    compare_measured(expected["lengths_of_any_kind"], actual["lengths_of_any_kind"], EXACT)
 
 
 def test_packed_sequences_learn_as_padded_ones(expected):
@@ -62,7 +89,7 @@ def test_packed_sequences_learn_as_padded_ones(expected):
     packed, padded = expected["sft_packed_within_a_budget"], expected["sft_accumulated"]
     for kind, name in (("losses", "train/loss"), ("norms", "train/grad_norm")):
         pairs = zip(padded[kind][name], packed[kind][name], strict=True)
-        assert all(same(value, other, TOLERANCES[kind]) for value, other in pairs), name
+        assert all(same(value, other, EXACT[kind]) for value, other in pairs), name
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -112,6 +139,31 @@ def test_adapters_train(actual):
     first = actual["lora"]["weight_change"][0]
     assert first["model.layers.0.self_attn.q_proj.weight"].any()
     assert not first["model.embed_tokens.weight"].any()
+
+
+def compare_numbers(expected: Results, actual: Results, tolerances: dict[str, float]) -> None:
+    """Losses, norms and counts of every step."""
+    for kind in ("losses", "norms", "counts"):
+        for name, values in expected[kind].items():
+            for step, (value, other) in enumerate(zip(values, actual[kind][name], strict=True)):
+                assert same(value, other, tolerances[kind]), f"{name} of step {step}: {other}, expected {value}"
+
+
+def compare_weights(expected: Results, actual: Results, tolerance: float) -> None:
+    """How they change in every step, measured over all weights together."""
+    for change, other in zip(expected["weight_change"], actual["weight_change"], strict=True):
+        assert change.keys() == other.keys()
+        flat, other_flat = (torch.cat([part[name].flatten() for name in sorted(part)]) for part in (change, other))
+        assert (flat - other_flat).norm() <= tolerance * flat.norm()
+
+
+def compare_measured(expected: Results, actual: Results, tolerances: dict[str, float]) -> None:
+    """Sums, losses and, last, gradient norms of the probe's batches."""
+    assert actual["measured"].keys() == expected["measured"].keys()
+    for name, (*losses, norm) in expected["measured"].items():
+        *other_losses, other_norm = actual["measured"][name]
+        assert other_losses == pytest.approx(losses, rel=tolerances["losses"]), name
+        assert other_norm == pytest.approx(norm, rel=tolerances["norms"]), name
 
 
 def same(value: float | None, other: float | None, tolerance: float) -> bool:
