@@ -6,10 +6,14 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.testing import assert_close
 
 from tests.resume.experiment import Experiment, assert_same_state
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_trainer
+from tests.strategies.fsdp_ranks import on_ranks
+from tests.strategies.same_data import SameDataStrategy
 from tests.tiny import write_prompt_file, write_tiny_folder
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout, deal_out
@@ -62,6 +66,27 @@ def test_a_resumed_run_learns_from_what_was_on_its_way(experiment, whole, step):
     assert resumed.order.tokens == whole.order.tokens[step:]
     assert resumed.metrics == whole.metrics
     assert [row["rollout/staleness"] for row in whole.metrics] == ["0.0", "1.0", "1.0", "1.0", "1.0"]
+
+
+def fit_with_the_same_data(experiment, name, start, steps):
+    """Metrics of a rank that shares its data, from a checkpoint or from nothing to a checkpoint."""
+    recorder = Recorder()
+    saved = ModelCheckpoint(dirpath=experiment.folder / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"devices": 2, "strategy": SameDataStrategy(), "max_steps": steps, "enable_checkpointing": True}
+    trainer = make_trainer(experiment.folder, make_rollout(), recorder, saved, **options)
+    seed_everything(7, verbose=False)  # as `Experiment.run`
+    trainer.fit(experiment.make_module(), experiment.make_data(), ckpt_path=start, weights_only=True)
+    return recorder.steps
+
+
+def test_ranks_with_the_same_data_resume_their_parts(experiment, whole):
+    """Of four prompts with four responses each, every rank has two on its way."""
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "rollout/staleness")
+    on_ranks(2, fit_with_the_same_data, experiment, "half", None, 2)
+    start = experiment.folder / "half" / "step=2.ckpt"
+    for rest in on_ranks(2, fit_with_the_same_data, experiment, "rest", start, 5):
+        for ours, theirs in zip(rest, whole.metrics[2:], strict=True):
+            assert [ours[name] for name in names] == pytest.approx([float(theirs[name]) for name in names], rel=1e-4)
 
 
 def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):

@@ -15,9 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning.pytorch import seed_everything
 
 from tests.runs import Recorder, make_ppo, make_prompts, make_trainer
+from tests.strategies.same_data import SameDataStrategy
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.strategies import STRATEGIES
+
+KINDS = {**STRATEGIES, "same_data": SameDataStrategy}
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
         enforce_eager=True,
         tensor_parallel_size=arguments.tensor_parallel_size,
     )
-    strategy = STRATEGIES[arguments.strategy]() if arguments.devices > 1 else "auto"
+    strategy = KINDS[arguments.strategy]() if arguments.devices > 1 else "auto"
     options = {"strategy": strategy, "devices": arguments.devices}
     trainer = make_trainer(arguments.out, rollout, recorder, **options)
     trainer.fit(make_ppo(arguments.folder), datamodule=make_prompts(arguments.prompts))

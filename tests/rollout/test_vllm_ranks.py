@@ -27,7 +27,7 @@ def one_rank(tmp_path_factory, folder, prompt_file):
     return run(tmp_path_factory.mktemp("one"), folder, prompt_file, "ddp", 1)
 
 
-@pytest.mark.parametrize(("strategy", "ranks_an_engine"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks_an_engine"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2), ("same_data", 2)])
 def test_two_ranks_sample_what_one_would(tmp_path, folder, prompt_file, one_rank, strategy, ranks_an_engine):
     two_ranks = run(tmp_path, folder, prompt_file, strategy, 2, ranks_an_engine)
 
