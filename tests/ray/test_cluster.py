@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 
 import pytest
 
 from tests.ray.launches import RUN, finish, start
+from verl_lightning.callbacks import RayRollout
+from verl_lightning.launch.actor_demands import actor_demands
 from verl_lightning.launch.options import LaunchOptions, parse_launch
 from verl_lightning.ray.cluster import Demand, Node, shortage
+from verl_lightning.rewards.pool import RewardConfig
 
 SMALL = Node(address="10.0.0.1", resources={"CPU": 8.0, "GPU": 1.0})
 LARGE = Node(address="10.0.0.2", resources={"CPU": 12.0, "GPU": 4.0})
@@ -33,15 +37,24 @@ def workers(count: int, *, cpus: float, gpus: float = 0.0) -> Demand:
     ],
 )
 def test_bundles_are_not_split_over_nodes(demand, fits):
-    assert (shortage(demand, [SMALL, LARGE]) is None) == fits
+    assert (shortage([demand], [SMALL, LARGE]) is None) == fits
 
 
 def test_the_refusal_shows_the_arithmetic():
-    message = shortage(workers(6, cpus=4, gpus=1), [SMALL, LARGE])
+    message = shortage([workers(6, cpus=4, gpus=1)], [SMALL, LARGE])
 
     assert message is not None
     assert "`--num-workers 6` needs 24 CPUs and 6 GPUs (6 x 4 CPUs and 1 GPUs, each on one node)" in message
     assert "has 20 CPUs and 5 GPUs, which hold 4 (1 on 10.0.0.1, 3 on 10.0.0.2)" in message
+
+
+@pytest.mark.parametrize(("num_engines", "fits"), [(2, True), (3, False)])
+def test_engines_and_trainers_share_the_gpus(num_engines, fits):
+    engines = Demand(option="rollout.num_replicas", count=num_engines, cpus=1.0, gpus=1.0)
+
+    message = shortage([workers(3, cpus=2, gpus=1), engines], [SMALL, LARGE])
+
+    assert message is None if fits else "`rollout.num_replicas 3` (3 x 1 CPUs and 1 GPUs) need 9 CPUs and 6" in message
 
 
 @pytest.mark.parametrize("gpus", [0.0, 5.0])
@@ -79,11 +92,50 @@ def test_bad_options_are_refused(words, message):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_over_asking_fails_within_ten_seconds(cluster_address, tmp_path):
-    words = ["ray", "--num-workers", "3", "--cpus-per-worker", "3", "--address", cluster_address, *RUN]
+    (tmp_path / "ppo.yaml").touch()
+    words = ["ray", "--num-workers", "2", "--cpus-per-worker", "3", "--address", cluster_address, *RUN]
 
     begin = time.monotonic()
-    output = finish(start(tmp_path, *words), tmp_path, code=2)
+    output = finish(
+        start(tmp_path / "run", *words, "--rollout", "RayRollout", "--rollout.num_replicas=5"), tmp_path / "run", code=2
+    )
 
     assert time.monotonic() - begin < 10
-    assert "needs 9 CPUs (3 x 3 CPUs, each on one node), but the cluster has 10 CPUs" in output
-    assert "which hold 2 (1 on" in output
+    assert "`--num-workers 2` (2 x 3 CPUs) and `rollout.num_replicas 5` (5 x 1 CPUs) need 11 CPUs in all" in output
+    assert "but the cluster has 10 CPUs and 0 GPUs" in output
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_actors_are_counted_from_files_and_flags(tmp_path):
+    rollout = "rollout: {class_path: verl_lightning.callbacks.RayRollout, init_args: {num_replicas: 4}}"
+    engines = write(tmp_path / "engines.yaml", rollout)
+    rewards = write(tmp_path / "rewards.yaml", "model: {init_args: {reward: {backend: ray, num_workers: 3}}}")
+    flags = ["--rollout.gpus_per_replica", "1", "--rollout.init_args.num_replicas=5", "--strategy", "ddp"]
+
+    demands = actor_demands(["--config", engines, *flags, "--config", rewards], 2)
+
+    assert demands == [
+        Demand(option="rollout.num_replicas", count=5, cpus=1.0, gpus=1.0),
+        Demand(option="reward.num_workers", count=6, cpus=1.0),
+    ]
+    assert actor_demands(["--config", rewards, "--strategy", "megatron"], 2)[0].count == 3
+    assert actor_demands(["--config", engines, "--rollout", "HFRollout"], 2) == []
+    assert actor_demands(["--config", engines, "--rollout.num_replicas", "many"], 2) == []
+
+
+def test_actors_that_nobody_counts_are_those_of_the_signatures():
+    defaults = {name: value.default for name, value in inspect.signature(RayRollout).parameters.items()}
+
+    (demand,) = actor_demands(["--rollout", "RayRollout"], 2)
+
+    assert demand == Demand(
+        option="rollout.num_replicas",
+        count=defaults["num_replicas"],
+        cpus=defaults["cpus_per_replica"],
+        gpus=defaults["gpus_per_replica"],
+    )
+    assert actor_demands(["--model.reward.backend", "ray"], 2)[0].count == RewardConfig(function="gsm8k").num_workers

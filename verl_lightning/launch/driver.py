@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from verl_lightning.launch.actor_demands import actor_demands
 from verl_lightning.launch.board import make_board
 from verl_lightning.launch.options import LaunchOptions, parse_launch
 from verl_lightning.launch.task import Task
@@ -30,23 +31,24 @@ def main(argv: Sequence[str]) -> None:
         options, words = parse_launch(argv)
         connect(options.address)
         demand = options.demand(sum(node.resources.get("GPU", 0.0) for node in nodes()))
-        require(demand, wait=options.wait)
-    except (ValueError, ConnectionError, PlacementError) as error:
+        demands = [demand, *actor_demands(words, options.num_workers)]
+        require(*demands, wait=options.wait)
+    except (ValueError, FileNotFoundError, ConnectionError, PlacementError) as error:
         fail(str(error), code=2)
     except ModuleNotFoundError as error:
         fail(f"it needs Ray ({error}): pip install 'verl-lightning[ray]'.", code=2)
     try:
-        run(options, demand, words)
+        run(options, demands, words)
     finally:
         ray.shutdown()
 
 
-def run(options: LaunchOptions, demand: Demand, words: list[str]) -> None:
+def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> None:
     """Trains until the end, starting again from the last checkpoint when workers die.
 
     Args:
         options: Among them how often to start again.
-        demand: What the workers need.
+        demands: What the workers need, then their actors.
         words: The command line of `verl-fit`.
     """
     import ray
@@ -57,11 +59,11 @@ def run(options: LaunchOptions, demand: Demand, words: list[str]) -> None:
     task = Task(words=words, folder=os.getcwd(), sys_path=[os.getcwd(), *sys.path], board=board)
     for attempt in range(options.max_restarts + 1):
         try:
-            fit_once(task, demand)
+            fit_once(task, demands[0])
             break
         except WorkerGroupError as error:
             say(describe_failure(error, board))
-            check_restart(board, attempt, options, demand)
+            check_restart(board, attempt, options, demands)
             task = dataclasses.replace(task, restart_of=ray.get(board.folder.remote()))
     if saved := ray.get(board.saved.remote()):
         fail(f"{saved}. Go on with the same command and `--ckpt_path last`.", code=128 + signal.SIGTERM)
@@ -102,7 +104,7 @@ def train_on_worker(config: dict[str, Any]) -> None:
     train(config["task"])
 
 
-def check_restart(board: Any, attempt: int, options: LaunchOptions, demand: Demand) -> None:
+def check_restart(board: Any, attempt: int, options: LaunchOptions, demands: Sequence[Demand]) -> None:
     """Ends the driver if the workers must not or can't be started once more."""
     import ray
 
@@ -113,7 +115,7 @@ def check_restart(board: Any, attempt: int, options: LaunchOptions, demand: Dema
     if attempt == options.max_restarts:
         fail(f"workers died again after {attempt} restarts (`--max-restarts {options.max_restarts}`).", code=1)
     try:
-        require(demand, wait=options.wait)
+        require(*demands, wait=options.wait)
     except PlacementError as error:
         fail(f"can't start again: {error} Or let it wait for new nodes: `--wait SECONDS`.", code=1)
     say(f"starting all workers again from the last checkpoint (restart {attempt + 1} of {options.max_restarts})")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+_ADVICE = "Ask for fewer or smaller ones, or add nodes."
 _BUSY_SECONDS = 5.0  # what a dead group held is free again after about one
 
 
@@ -74,66 +75,80 @@ def nodes() -> list[Node]:
     return [Node(address=node["NodeManagerAddress"], resources=node["Resources"]) for node in alive]
 
 
-def require(demand: Demand, *, wait: float = 0.0) -> None:
-    """Makes sure that the cluster can hold a demand now, so that nothing ever waits in a queue without end.
+def require(*demands: Demand, wait: float = 0.0) -> None:
+    """Makes sure that the cluster can hold some demands now, so that nothing ever waits in a queue without end.
 
     Args:
-        demand: The bundles.
+        demands: The bundles, all at the same time.
         wait: Seconds to wait for nodes that are still to come, and for others to free what they hold.
 
     Raises:
         PlacementError: With the arithmetic, if the cluster is too small or too busy.
     """
     deadline = time.monotonic() + wait
-    while (complaint := shortage(demand, nodes())) and time.monotonic() < deadline:
+    while (complaint := shortage(demands, nodes())) and time.monotonic() < deadline:
         time.sleep(min(1.0, wait))
     if complaint:
         raise PlacementError(complaint)
-    if not _fits_now(demand, max(_BUSY_SECONDS, deadline - time.monotonic())):
-        raise PlacementError(_busy_message(demand))
+    if not _fit_now(demands, max(_BUSY_SECONDS, deadline - time.monotonic())):
+        raise PlacementError(_busy_message(demands))
 
 
-def shortage(demand: Demand, cluster: Sequence[Node]) -> str | None:
-    """Why a cluster could never hold a demand, with the arithmetic; None if it could.
+def shortage(demands: Sequence[Demand], cluster: Sequence[Node]) -> str | None:
+    """Why a cluster could never hold some demands, with the arithmetic; None if it seems that it could.
 
     Args:
-        demand: The bundles; no bundle is split over nodes.
+        demands: The bundles; no bundle is split over nodes.
         cluster: The nodes.
     """
-    rooms = [node.room(demand) for node in cluster]
-    if sum(rooms) >= demand.count:
-        return None
     has = {name: sum(node.resources.get(name, 0.0) for node in cluster) for name in ("CPU", "GPU")}
-    shares = ", ".join(f"{room} on {node.address}" for node, room in zip(cluster, rooms, strict=True))
-    return (
-        f"`{demand.option} {demand.count}` needs {_amounts(demand.bundle, times=demand.count)}"
-        f" ({demand.count} x {_amounts(demand.bundle)}, each on one node), but the cluster has"
-        f" {_amounts(has)}, which hold {sum(rooms)} ({shares})."
-        " Ask for fewer or smaller ones, or add nodes."
-    )
+    for demand in demands:
+        rooms = [node.room(demand) for node in cluster]
+        if sum(rooms) < demand.count:
+            shares = ", ".join(f"{room} on {node.address}" for node, room in zip(cluster, rooms, strict=True))
+            return (
+                f"`{demand.option} {demand.count}` needs {_amounts(demand.bundle, times=demand.count)}"
+                f" ({demand.count} x {_amounts(demand.bundle)}, each on one node), but the cluster has"
+                f" {_amounts(has)}, which hold {sum(rooms)} ({shares}). {_ADVICE}"
+            )
+    needed = total(demands)
+    if all(amount <= has[name] + 1e-6 for name, amount in needed.items()):
+        return None
+    return f"{_sum(demands)} need {_amounts(needed)} in all, but the cluster has {_amounts(has)}. {_ADVICE}"
 
 
-def _fits_now(demand: Demand, seconds: float) -> bool:
+def total(demands: Sequence[Demand]) -> dict[str, float]:
+    """What some demands need together, under Ray's names."""
+    names = dict.fromkeys(name for demand in demands for name in demand.bundle)
+    return {name: sum(demand.bundle.get(name, 0.0) * demand.count for demand in demands) for name in names}
+
+
+def _fit_now(demands: Sequence[Demand], seconds: float) -> bool:
     from ray.util import placement_group, remove_placement_group
 
-    if not demand.bundle:
+    bundles = [demand.bundle for demand in demands if demand.bundle for _ in range(demand.count)]
+    if not bundles:
         return True
-    group = placement_group([demand.bundle] * demand.count, strategy="PACK")
+    group = placement_group(bundles, strategy="PACK")
     try:
         return bool(group.wait(seconds))
     finally:
         remove_placement_group(group)
 
 
-def _busy_message(demand: Demand) -> str:
+def _busy_message(demands: Sequence[Demand]) -> str:
     import ray
 
     available = ray.available_resources()  # type: ignore[no-untyped-call]
     free = {name: available.get(name, 0.0) for name in ("CPU", "GPU")}
     return (
-        f"`{demand.option} {demand.count}` needs {_amounts(demand.bundle, times=demand.count)}. The cluster has them,"
-        f" but others use them: free are {_amounts(free)}. Look at `ray status`, ask for less, or wait for more."
+        f"{_sum(demands)} need {_amounts(total(demands))}. The cluster has them, but others use them, or nodes can't be"
+        f" filled that way: free are {_amounts(free)}. Look at `ray status`, ask for less, or wait for more."
     )
+
+
+def _sum(demands: Sequence[Demand]) -> str:
+    return " and ".join(f"`{each.option} {each.count}` ({each.count} x {_amounts(each.bundle)})" for each in demands)
 
 
 def _amounts(resources: Mapping[str, float], *, times: int = 1) -> str:
