@@ -26,8 +26,10 @@ from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
+from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.ranges import named_range
+from verl_lightning.strategies.memory import ModelMemory, whole_memory
 from verl_lightning.types import Scores, TokenBatch
 
 BatchT = TypeVar("BatchT", bound=TokenBatch)
@@ -169,6 +171,28 @@ class PostTrainingStrategy:
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
         """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
         return adapter_weights(model.backbone)
+
+    def plan_memory(
+        self, size: ModelSize, config: ModelConfig, tokens: int | None, *, accumulates: bool
+    ) -> ModelMemory:
+        """What a model will take on one device; an estimate, made before it is built.
+
+        Args:
+            size: Of the whole model.
+            config: Which model, and how it is trained.
+            tokens: Of the largest forward and backward pass, None where not known.
+            accumulates: Whether an optimizer step has several of them.
+        """
+        del accumulates
+        return whole_memory(size, self.compute_types(config), tokens, keeps_gradients=False)
+
+    def compute_types(self, config: ModelConfig) -> Compute:
+        """In which types a model computes. Here: as Lightning's precision plugins have it."""
+        stored, precision = 2 if config.dtype == "bfloat16" else 4, str(self.precision_plugin.precision)
+        if precision.endswith("-mixed"):
+            return Compute(width=2, stream_width=4)
+        width = 2 if "16" in precision else stored
+        return Compute(width=width, stream_width=width)
 
     def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within it, backward passes add up gradients on this rank only."""

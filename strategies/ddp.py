@@ -13,7 +13,9 @@ from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
+from verl_lightning.models.size import ModelSize
 from verl_lightning.strategies.base import DataParallelMixin, gradients_unsynced
+from verl_lightning.strategies.memory import ModelMemory, whole_memory
 from verl_lightning.types import Scores, TokenBatch
 
 
@@ -49,6 +51,13 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
         if trainable:
             self._roles[model] = None  # wrapped at its first step, once a checkpoint may have been loaded
         return model
+
+    @override
+    def plan_memory(
+        self, size: ModelSize, config: ModelConfig, tokens: int | None, *, accumulates: bool
+    ) -> ModelMemory:
+        del accumulates
+        return whole_memory(size, self.compute_types(config), tokens, keeps_gradients=True)
 
     @override
     def _call(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:

@@ -21,6 +21,7 @@ from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
+from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
@@ -41,6 +42,7 @@ from verl_lightning.strategies.fsdp_shard import (
     shard,
 )
 from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
+from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import Scores, TokenBatch
 
 FOLDER_KEY = "sharded_folder"
@@ -167,6 +169,25 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         if trainable:
             self._trained.append(model)
         return model
+
+    @override
+    def plan_memory(
+        self, size: ModelSize, config: ModelConfig, tokens: int | None, *, accumulates: bool
+    ) -> ModelMemory:
+        return sharded_memory(
+            size,
+            self.compute_types(config),
+            None if tokens is None else -(-tokens // self.sequence_parallel_size),
+            shards=dist.get_world_size() // self.replicate_size,
+            keeps_gathered=not self.reshard_after_forward,
+            accumulates_whole=self.accumulate_whole and accumulates,
+            on_host=self.cpu_offload,
+        )
+
+    @override
+    def compute_types(self, config: ModelConfig) -> Compute:
+        width = 2 if self.precision_plugin.precision == "bf16-mixed" else super().compute_types(config).width
+        return Compute(width=width, stream_width=width, is_fused=self.compile)
 
     @override
     def forward(

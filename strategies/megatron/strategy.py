@@ -22,6 +22,7 @@ from typing_extensions import override
 from verl_lightning.metrics import Metric, MetricTable
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import Head, TokenScorer
+from verl_lightning.models.size import ModelSize
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.megatron.checkpoint import (
@@ -33,6 +34,7 @@ from verl_lightning.strategies.megatron.checkpoint import (
 )
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
+from verl_lightning.strategies.megatron.memory import megatron_memory
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE, check_settings, is_megatron_folder
@@ -41,6 +43,7 @@ from verl_lightning.strategies.megatron.runtime import import_megatron, start_mo
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
+from verl_lightning.strategies.memory import ModelMemory
 from verl_lightning.types import Scores, TokenBatch
 
 FOLDER_KEY = "megatron_folder"
@@ -184,6 +187,21 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         if trainable:
             self._trained.append(model)
         return model
+
+    @override
+    def plan_memory(
+        self, size: ModelSize, config: ModelConfig, tokens: int | None, *, accumulates: bool
+    ) -> ModelMemory:
+        del accumulates
+        return megatron_memory(
+            size,
+            tokens,
+            sizes=self.sizes,
+            transformer=self.transformer,
+            ddp=self.ddp_options,
+            optimizer_shards=self.data_parallel_size if self.use_distributed_optimizer else 1,
+            is_bf16=self._is_bf16(config),
+        )
 
     @override
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_t
 from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.modules.memory_plan import memory_plan
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.types import TokenBatch
 
@@ -34,6 +35,11 @@ class Inspector(Callback):
         self.seen["are_tied"] = backbone.lm_head.weight is backbone.model.embed_tokens.weight
         self.seen["sharded"] = {type(parameter) is DTensor for parameter in map(data_of, pl_module.parameters())}
         self.seen["dtypes"] = {parameter.dtype for parameter in pl_module.parameters()}
+        parts = [
+            part.to_local() if isinstance(part, DTensor) else part for part in map(data_of, pl_module.parameters())
+        ]
+        held = sum(part.nbytes for part in parts)
+        self.seen["planned"] = memory_plan(pl_module).models["actor"].weights / held
         self.seen["recomputed"] = [layer.gradient_checkpointing for layer in backbone.model.layers]
         backbone.model.layers[1].register_forward_hook(self._look)
 
@@ -89,6 +95,7 @@ def test_options_change_no_number(ranks, options, expected, tiny_folder, chat_fi
         assert_close(weights, expected[1], rtol=1e-3, atol=1e-6)
         assert seen["are_tied"]
         assert seen["sharded"] == {True}
+        assert seen["planned"] == pytest.approx(1.0, rel=0.01)  # some weights don't divide by the ranks
 
 
 def recompute_every_second(folder: Path, chats: Path, path: Path) -> Any:

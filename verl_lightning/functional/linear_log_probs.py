@@ -86,6 +86,11 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
+def chunk_numel(*, compiled: bool) -> int:
+    """Logits that are held at a time."""
+    return _FUSED_CHUNK_NUMEL if compiled else _CHUNK_NUMEL
+
+
 def _chunks(length: int, vocab: int, compiled: bool) -> list[slice]:
-    width = max(1, (_FUSED_CHUNK_NUMEL if compiled else _CHUNK_NUMEL) // vocab)
+    width = max(1, chunk_numel(compiled=compiled) // vocab)
     return [slice(start, start + width) for start in range(0, max(1, length), width)]

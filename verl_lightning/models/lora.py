@@ -79,7 +79,8 @@ def add_adapters(
         )
     if lora.adapter_path is not None:
         load_adapter(backbone, lora)
-    rank_zero_info(describe_trainable(backbone))
+    if backbone.device.type != "meta":  # the same model follows with its weights
+        rank_zero_info(describe_trainable(backbone))
     return backbone
 
 

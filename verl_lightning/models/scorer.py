@@ -260,7 +260,7 @@ def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
         return False
     if obstacle is None and backbone.config.model_type not in PACKS_BY_DEFAULT:
         obstacle = "it was not tested; set `packing: always` to try it"
-    if obstacle is not None:
+    if obstacle is not None and backbone.device.type != "meta":  # else the same model follows with its weights
         rank_zero_info(f"`{type(backbone).__name__}` is trained on padded batches: {obstacle}.")
     return obstacle is None
 

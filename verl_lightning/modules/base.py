@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
@@ -23,9 +23,11 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
+from verl_lightning.modules.memory_plan import memory_plan
 from verl_lightning.modules.phases import (
     SAVE_CHECKPOINT,
     CheckpointClock,
@@ -68,6 +70,20 @@ class _TimesCheckpoints(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         trainer.profiler = users_profiler(trainer)  # type: ignore[attr-defined]
+
+
+class _PrintsMemoryPlan(Callback):
+    """Shows what a run will need of each device, once, and warns where it does not fit."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PostTrainingModule)
+        if not trainer.is_global_zero:
+            return
+        plan = memory_plan(pl_module)
+        pl_module.print_table(plan.table())
+        if (warning := plan.warning()) is not None:
+            rank_zero_warn(warning)
 
 
 class PostTrainingModule(LightningModule):
@@ -123,6 +139,24 @@ class PostTrainingModule(LightningModule):
         """Names of the phases of an iteration, in their order."""
         return (FORWARD_BACKWARD, OPTIMIZER, SAVE_CHECKPOINT)
 
+    @property
+    def roles(self) -> list[ModelRole]:
+        """The models that `configure_model` makes: one in training."""
+        return [ModelRole("actor", self.policy_config, "policy", trainable=True)]
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """Most tokens of a forward and backward pass on one rank, padding included; None where not known."""
+        return None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an optimizer step may have several such passes."""
+        return True
+
+    pass_key = "data.batch_size"
+    """The option that says how large a pass is."""
+
     @cached_property
     def work(self) -> list[Work]:
         """What each phase computes for a token, from which its use of the devices follows: one model in training."""
@@ -175,7 +209,7 @@ class PostTrainingModule(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
         phases = [BatchPhases()] if self.automatic_optimization else []
-        return [*phases, _TimesCheckpoints(), _TeardownOnException(), FinishInterruptedStep()]
+        return [*phases, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), FinishInterruptedStep()]
 
     @override
     def setup(self, stage: str) -> None:

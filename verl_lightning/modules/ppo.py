@@ -15,7 +15,8 @@ from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, total
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import Head, TokenScorer
+from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.corrections import RolloutCorrection
@@ -40,6 +41,7 @@ from verl_lightning.modules.ppo_config import (
     ShapingConfig,
     UpdateConfig,
     ValidationConfig,
+    ppo_roles,
 )
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_scored_rollouts
@@ -145,6 +147,18 @@ class PPOModule(SamplingModule):
 
     @property
     @override
+    def roles(self) -> list[ModelRole]:
+        return ppo_roles(self.policy_config, self.critic_config, self.kl)
+
+    pass_key = "model.update.max_tokens_per_micro_batch"
+
+    @property
+    @override
+    def tokens_per_pass(self) -> int | None:
+        return self.update.tokens_per_pass(self.max_tokens)
+
+    @property
+    @override
     def phases(self) -> tuple[str, ...]:
         used = {
             "old_log_prob": self.update.old_log_probs == "trainer",
@@ -190,40 +204,31 @@ class PPOModule(SamplingModule):
     def configure_model(self) -> None:
         if self.actor is not None:
             return
-        shares_trunk = self.critic_config is not None and self.critic_config.model is None
-        head: Head = "policy_and_value" if shares_trunk else "policy"
         make = self.contract.make_model
-        self.actor = make(self.policy_config, head, trainable=True)
+        models = {role.name: make(role.config, role.head, trainable=role.trainable) for role in self.roles}
+        self.actor, self.critic = models["actor"], models.get("critic")
+        self._reference = tuple(models[name] for name in models.keys() & {"reference"})
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs
-        if self.critic_config is not None and self.critic_config.model is not None:
-            self.critic = make(self.critic_config.model, "value", trainable=True)
-        if self.kl is not None and self.policy_config.lora is None:
-            self._reference = (make(self.policy_config, "policy", trainable=False),)
 
     @override
     def configure_optimizers(self) -> Any:
-        configs = [self.optimizer_config("actor", self.policy, self.policy_config)]
-        if self.critic is not None and self.critic_config is not None and self.critic_config.model is not None:
-            configs.append(self.optimizer_config("critic", self.critic, self.critic_config.model))
-        return configs
+        trained = (role for role in self.roles if role.trainable)
+        return [self.optimizer_config(role.name, getattr(self, role.name), role.config) for role in trained]
 
     @override
     def on_train_start(self) -> None:
         self._gathered = [part.to(self.device) for part in self._gathered]
         loader: Any = self.trainer.train_dataloader
         ranks = self.contract.data_parallel_size
-        sampling = self.rollout_source.sampling
-        max_prompt = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
         self.plan = BatchPlan(
             prompts_per_step=loader.batch_size * ranks,
-            num_samples=sampling.num_samples,
+            num_samples=self.rollout_source.sampling.num_samples,
             data_parallel_size=ranks,
             update=self.update,
-            max_tokens=None if max_prompt is None else max_prompt + sampling.max_new_tokens,
+            max_tokens=self.max_tokens,
         )
         check_length(self.plan.max_tokens, getattr(self.policy.backbone.config, "max_position_embeddings", None))
-        if self.trainer.is_global_zero:
-            self.print_table(self.plan.table())
+        self.print_table(self.plan.table())
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
@@ -331,10 +336,12 @@ class PPOModule(SamplingModule):
     def _learner(self) -> Learner:
         assert self.plan is not None
         optimizers = self.optimizers()
-        actor, *critic = optimizers if isinstance(optimizers, list) else [optimizers]
-        roles = {"actor": Role(self.policy, actor, self.policy_config.optim.max_grad_norm)}
-        if self.critic is not None and self.critic_config is not None and self.critic_config.model is not None:
-            roles["critic"] = Role(self.critic, critic[0], self.critic_config.model.optim.max_grad_norm)
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        trained = [role for role in self.roles if role.trainable]
+        roles = {
+            role.name: Role(getattr(self, role.name), optimizer, role.config.optim.max_grad_norm)
+            for role, optimizer in zip(trained, optimizers, strict=True)
+        }
         return Learner(
             contract=self.contract,
             splitter=self._splitter(),
@@ -352,10 +359,6 @@ class PPOModule(SamplingModule):
     @property
     def _warms_up_critic(self) -> bool:
         return self.critic_config is not None and self.trainer.global_step < self.critic_config.warmup_steps
-
-    def _schedules(self) -> list[Any]:
-        schedules = self.lr_schedulers()
-        return schedules if isinstance(schedules, list) else [schedules]
 
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
         """Log what happened, then steer the KL weight and the learning rates."""
@@ -388,7 +391,8 @@ class PPOModule(SamplingModule):
                 num_samples=self.plan.sequences_per_step,
                 horizon=self.kl.horizon,
             )
-        for schedule in self._schedules():
+        schedules: Any = self.lr_schedulers()
+        for schedule in schedules if isinstance(schedules, list) else [schedules]:
             schedule.step()
         self.log_dict(metrics, batch_size=1)
         shown = {"reward": metrics.get("critic/score/mean", float("nan")), "tokens/s": metrics["perf/throughput"]}

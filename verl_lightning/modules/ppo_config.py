@@ -7,6 +7,7 @@ from typing import Literal
 
 from verl_lightning.functional.normalizer import Aggregation
 from verl_lightning.models.config import ModelConfig, check_no_rollout
+from verl_lightning.models.size import ModelRole
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
 
@@ -72,6 +73,12 @@ class UpdateConfig:
     """Whose log-probs the ratios compare with: recomputed by the trainer before the first step, or the engine's, which
     saves a pass and leaves the difference between the two to the ratio's clipping."""
 
+    def tokens_per_pass(self, longest: int | None) -> int | None:
+        """Most tokens of a forward and backward pass on one rank, for sequences of at most so many; None if unknown."""
+        if self.max_tokens_per_micro_batch is not None:
+            return self.max_tokens_per_micro_batch
+        return None if longest is None else self.micro_batch_size * longest
+
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
             if getattr(self, name) < 1:
@@ -119,6 +126,17 @@ class CriticConfig:
             raise ValueError("`critic.warmup_steps` needs a critic of its own: set `critic.model`, or leave it at 0.")
         if self.model is not None and self.shared_coef != type(self).shared_coef:
             raise ValueError("`critic.shared_coef` is for a shared trunk: leave it out, or set `critic.model: null`.")
+
+
+def ppo_roles(actor: ModelConfig, critic: CriticConfig | None, kl: KLConfig | None) -> list[ModelRole]:
+    """The models of a run: the actor, with a value head where the critic shares its trunk, and the others' own."""
+    shares_trunk = critic is not None and critic.model is None
+    roles = [ModelRole("actor", actor, "policy_and_value" if shares_trunk else "policy", trainable=True)]
+    if critic is not None and critic.model is not None:
+        roles.append(ModelRole("critic", critic.model, "value", trainable=True))
+    if kl is not None and actor.lora is None:  # with adapters the reference is the actor without them
+        roles.append(ModelRole("reference", actor, "policy", trainable=False))
+    return roles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,12 @@ class SamplingModule(PostTrainingModule):
         self._judge: Judge | None = None
         self._scored: list[ScoredResponse] = []
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest prompt and response together; None where the data module does not say."""
+        longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
+        return None if longest is None else longest + self.rollout_source.sampling.max_new_tokens
+
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -58,6 +58,22 @@ class SFTModule(PostTrainingModule):
         assert self.actor is not None
         return self.actor
 
+    pass_key = "model.max_tokens_per_micro_batch"
+
+    @property
+    @override
+    def tokens_per_pass(self) -> int | None:
+        data = getattr(self.trainer, "datamodule", None)
+        rows, longest = getattr(data, "batch_size", None), getattr(data, "max_length", None)
+        whole = None if rows is None or longest is None else int(rows * longest)
+        budget = self.max_tokens_per_micro_batch
+        return whole if budget is None else min(budget, whole or budget)
+
+    @property
+    @override
+    def accumulates(self) -> bool:
+        return self.trainer.accumulate_grad_batches > 1 or self.max_tokens_per_micro_batch is not None
+
     @override
     def configure_model(self) -> None:
         if self.actor is None:

@@ -1,0 +1,215 @@
+"""Memory and speed of a run before its first step: what lies on one device when, and whether it fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from rich.table import Table
+
+from verl_lightning.models.scorer import build_skeleton
+from verl_lightning.models.size import model_size
+from verl_lightning.modules.speed import Work, peak_tflops, training_work
+from verl_lightning.strategies.memory import ModelMemory
+
+if TYPE_CHECKING:
+    from verl_lightning.modules.base import PostTrainingModule
+
+GIB = 2**30
+RESERVED_SHARE = 0.07
+"""Of a device's memory, for the driver, libraries, and what allocators can't use."""
+
+USUAL_MFU = 0.4
+"""Share of a device's peak at which the plan tells the speed of an update."""
+
+
+class EngineMemory(NamedTuple):
+    """What a rollout engine takes of each training device, in bytes."""
+
+    sampling: int = 0
+    """While it samples."""
+
+    learning: int = 0
+    """While the policy learns."""
+
+
+@runtime_checkable
+class HoldsEngine(Protocol):
+    """A callback whose engine shares the training devices."""
+
+    def engine_memory(self, device_bytes: int) -> EngineMemory:
+        """What it takes of a device with so many bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Estimates for one device of a run; see `memory_plan`."""
+
+    models: Mapping[str, ModelMemory]
+    """By role; those that are trained learn one after another."""
+
+    tokens: int | None
+    """Of the largest forward and backward pass, None where not known."""
+
+    device: str
+    """Its name, for people."""
+
+    device_bytes: int
+    """Its memory; on the host, this process' share."""
+
+    engine: EngineMemory = EngineMemory()
+    """Of the rollout engine."""
+
+    work: Work | None = None
+    """Matrix products of the policy's update."""
+
+    peak_tflops: float | None = None
+    """Of the device, None where not known."""
+
+    keys: tuple[str, ...] = ()
+    """What to change where it does not fit, the cheapest first."""
+
+    @property
+    def resting(self) -> int:
+        """Bytes of all models between updates: weights, optimizer states, and gradients that keep their memory."""
+        return sum(model.resting for model in self.models.values())
+
+    @property
+    def learning(self) -> int:
+        """Bytes at the peak of an update, with what the engine keeps meanwhile."""
+        return self.resting + max(model.working for model in self.models.values()) + self.engine.learning
+
+    @property
+    def sampling(self) -> int:
+        """Bytes while responses are sampled, with what sends the policy's weights to the engine."""
+        return self.resting + self._sending + self.engine.sampling
+
+    @property
+    def fits(self) -> bool:
+        """Whether both peaks are below the device's memory."""
+        return max(self.learning, self.sampling) <= self.device_bytes
+
+    @property
+    def _sending(self) -> int:
+        return max(model.gathered for model in self.models.values())
+
+    def engine_share(self, *, sleeps: bool) -> float:
+        """The share of the device's memory that is left for a rollout engine on it, in ``[0, 1)``.
+
+        Args:
+            sleeps: Whether the engine gives its memory back while the policy learns; else it gets what the peak of an
+                update leaves.
+        """
+        own = self.resting + self._sending if sleeps else self.learning - self.engine.learning
+        return max(0.0, 1 - own / self.device_bytes - RESERVED_SHARE)
+
+    def table(self) -> Table:
+        """For people."""
+        title = f"Memory plan: GiB on each device ({self.device}, {self.device_bytes / GIB:.1f} GiB), estimated"
+        table = Table(title=title, title_justify="left")
+        for name in ("", "weights", "gradients", "optimizer", "gathered", "activations", "logits"):
+            table.add_column(name, justify="right" if name else "left")
+        for role, model in self.models.items():
+            state = (model.weights, model.gradients, model.optimizer)
+            place = [f"{gib(part)} host" if model.on_host else gib(part) for part in state]
+            table.add_row(role, *place, gib(model.gathered), gib(model.activations), gib(model.head))
+        table.add_section()
+        for row in self._sums():
+            table.add_row(*row)
+        table.caption, table.caption_justify = self._caption(), "left"
+        return table
+
+    def _sums(self) -> list[tuple[str, str]]:
+        rows = [("between updates", gib(self.resting)), ("while learning", gib(self.learning))]
+        if any(self.engine):
+            rows.append(("engine, sampling", gib(self.engine.sampling)))
+            rows.append(("while sampling", gib(self.sampling)))
+        return rows
+
+    def _caption(self) -> str:
+        """How large the largest pass is, and how fast an update would be."""
+        words = "tokens of a pass are not known" if self.tokens is None else f"{self.tokens:,} tokens in a pass"
+        if self.work is None:
+            return words
+        words += f"; an update takes {self.work.per_token / 1e9:,.2f} GFLOP a token beside attention"
+        if self.peak_tflops is None:
+            return words
+        speed = USUAL_MFU * 1e12 * self.peak_tflops / self.work.per_token
+        return words + f": at {USUAL_MFU:.0%} of the peak at most {speed:,.0f} tokens a second on each device"
+
+    def warning(self) -> str | None:
+        """What to change where it does not fit, None where it does."""
+        if self.fits:
+            return None
+        when, most = max(("learning", self.learning), ("sampling", self.sampling), key=lambda peak: peak[1])
+        return (
+            f"the memory plan does not fit: while {when}, about {gib(most)} GiB of the {gib(self.device_bytes)} GiB of"
+            f" {self.device} are needed. Change, the cheapest first: {', '.join(self.keys)}."
+        )
+
+
+def memory_plan(module: PostTrainingModule) -> MemoryPlan:
+    """What the models of a run will take on one device. Can be asked for from ``setup`` on; not collective.
+
+    Args:
+        module: With its trainer.
+    """
+    contract, tokens = module.contract, module.tokens_per_pass
+    models, work = {}, None
+    for role in module.roles:
+        skeleton = build_skeleton(role.config, role.head, trainable=role.trainable)
+        size = model_size(skeleton)
+        models[role.name] = contract.plan_memory(size, role.config, tokens, accumulates=module.accumulates)
+        work = work or training_work(role.name, "update", skeleton)
+    device, device_bytes = device_memory(contract.root_device, processes=module.trainer.num_devices)
+    engines = [each for each in module.trainer.callbacks if isinstance(each, HoldsEngine)]  # type: ignore[attr-defined]
+    return MemoryPlan(
+        models=models,
+        tokens=tokens,
+        device=device,
+        device_bytes=device_bytes,
+        engine=engines[0].engine_memory(device_bytes) if engines else EngineMemory(),
+        work=work,
+        peak_tflops=peak_tflops(contract.root_device),
+        keys=tuple(memory_keys(module, shares_device=bool(engines))),
+    )
+
+
+def memory_keys(module: PostTrainingModule, *, shares_device: bool) -> Iterator[str]:
+    """Options that a run can still change to take less memory, the cheapest first, with their values.
+
+    Args:
+        module: With its trainer.
+        shares_device: Whether a rollout engine takes memory of the training devices.
+    """
+    if shares_device:
+        yield "`rollout.gpu_memory_utilization`"
+    yield f"`{module.pass_key}`"
+    for role in module.roles:
+        key = {"actor": "model.actor", "critic": "model.critic.model"}.get(role.name)
+        if key is not None and role.config.activation_checkpointing != "full":
+            yield f"`{key}.activation_checkpointing: full`"
+    if module.policy_config.lora is None:
+        yield "`model.actor.lora: {}`"
+    yield "`trainer.strategy: fsdp` with more `trainer.devices`, and `fsdp.cpu_offload: true`"
+
+
+def device_memory(device: torch.device, *, processes: int) -> tuple[str, int]:
+    """Name and bytes of a device; of the host, the share of one of its processes.
+
+    Args:
+        device: This rank's.
+        processes: Training processes on this host.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, properties.total_memory
+    return "the host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+
+
+def gib(number: int | None) -> str:
+    """Bytes in GiB, for people."""
+    return "?" if number is None else f"{number / GIB:.2f}"
