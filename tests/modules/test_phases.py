@@ -31,6 +31,7 @@ class TokenCounter(Callback):
 def test_a_step_lasts_from_its_first_phase_to_the_report():
     clock = PhaseClock()
     clock.use(torch.device("cpu"))
+    start = time.perf_counter()
     with clock.measure("gen"):
         time.sleep(0.02)
     time.sleep(0.03)
@@ -40,9 +41,10 @@ def test_a_step_lasts_from_its_first_phase_to_the_report():
     spans = clock.take()
 
     assert [span.name for span in spans] == ["step", "gen", "gen"]
-    assert spans[0].seconds == pytest.approx(0.06, abs=0.02)
+    step, first, second = (span.seconds for span in spans)
+    assert first + 0.03 + second <= step <= time.perf_counter() - start
     metrics = span_metrics(spans, steps=2)
-    assert metrics["timing_s/gen"].value == pytest.approx(0.015, abs=0.007)
+    assert metrics["timing_s/gen"].value == pytest.approx((first + second) / 2)
     assert metrics.keys() == {"timing_s/step", "timing_s/gen"}
     assert clock.take() == []
 

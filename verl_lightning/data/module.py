@@ -58,33 +58,39 @@ class TokenizedDataModule(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
-        rank, world_size = data_parallel_rank_and_size(trainer)
         name = {"validate": "val_files", "test": "test_files"}.get(stage, "train_files")
         if not getattr(self, name):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
+        if stage == "fit":
+            self._loaders["train"] = self._train_loader(trainer, tokenizer)
         if stage == "fit" and not self.val_files:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
-        if stage == "fit":
-            shuffle = self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined] # set by a connector
-            if shuffle != self.shuffle:
-                rank_zero_info("`overfit_batches` is set: training rows are not shuffled.")
-            self._loaders["train"] = TrainLoader(
-                self.read(self.train_files, tokenizer),
-                batch_size=self.train_batch_size(world_size),
-                rank=rank,
-                world_size=world_size,
-                shuffle=shuffle,
-                seed=run_seed(),
-                limit_batches=trainer.limit_train_batches,
-            )
-        for name, files, stages in (("val", self.val_files, ("fit", "validate")), ("test", self.test_files, ("test",))):
-            if stage in stages and files:
-                self._loaders[name] = EvalLoader(
-                    self.read(files, tokenizer),
-                    batch_size=self.eval_batch_size(world_size),
-                    rank=rank,
-                    world_size=world_size,
-                )
+        elif stage in ("fit", "validate"):
+            self._loaders["val"] = self._eval_loader(self.val_files, trainer, tokenizer)
+        if stage == "test":
+            self._loaders["test"] = self._eval_loader(self.test_files, trainer, tokenizer)
+
+    def _train_loader(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> TrainLoader:
+        rank, world_size = data_parallel_rank_and_size(trainer)
+        shuffle = self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined] # set by a connector
+        if shuffle != self.shuffle:
+            rank_zero_info("`overfit_batches` is set: training rows are not shuffled.")
+        return TrainLoader(
+            self.read(self.train_files, tokenizer),
+            batch_size=self.train_batch_size(world_size),
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            seed=run_seed(),
+            limit_batches=trainer.limit_train_batches,
+        )
+
+    def _eval_loader(
+        self, files: str | Sequence[str], trainer: Trainer, tokenizer: PreTrainedTokenizerBase
+    ) -> EvalLoader:
+        rank, world_size = data_parallel_rank_and_size(trainer)
+        source = self.read(files, tokenizer)
+        return EvalLoader(source, batch_size=self.eval_batch_size(world_size), rank=rank, world_size=world_size)
 
     @override
     def train_dataloader(self) -> TrainLoader:

@@ -18,8 +18,8 @@ from verl_lightning.functional.rewards import place_sequence_rewards, subtract_k
 from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
 from verl_lightning.models.scorer import TokenScorer
-from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs
-from verl_lightning.modules.corrections import RolloutCorrection, correct_rollout
+from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
+from verl_lightning.modules.corrections import Corrected, RolloutCorrection, correct_rollout
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
@@ -27,6 +27,17 @@ from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience, Rollout, Scores
 
 Phase = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """What the models of an iteration say of the tokens of its rollout: see `Scores`."""
+
+    log_probs: Float[Tensor, "batch response"]
+    ref_log_probs: Float[Tensor, "batch response"] | None
+    values: Float[Tensor, "batch response"] | None
+    entropy: Float[Tensor, "batch response"] | None
+    sum_squared_probs: Float[Tensor, "batch response"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +92,10 @@ class ExperienceMaker:
         if greedy is not None:  # nothing to compare with where the greedy response got no reward
             is_valid = is_valid & greedy.is_valid[rollout.prompt_index]
         mask = rollout.response_mask & is_valid[:, None]
-        scores = self._policy_scores(rollout)
-        old_log_probs = scores.log_probs
-        with self.phase("ref"):
-            ref_log_probs = self._reference_log_probs(rollout)
-        with self.phase("values"):
-            values = scores.values if self.critic is None else self._score(self.critic, rollout).values
-        assert old_log_probs is not None
+        scored = self._scored(rollout)
         with self.phase("adv"):
-            token_rewards = place_sequence_rewards(verdict.rewards, mask)
-            metrics = {} if scores.entropy is None else {"actor/entropy": masked_mean(scores.entropy, mask)}
-            if ref_log_probs is not None and self.kl is not None:
-                kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(old_log_probs, ref_log_probs, mask)
-                metrics["actor/ref_kl"] = masked_mean(kl, mask)
-                if self.kl.place == "reward":
-                    token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)
-            corrected, mismatch = correct_rollout(self.corrections, old_log_probs, rollout.rollout_log_probs, mask)
-            metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
+            token_rewards, metrics = self._token_rewards(verdict, scored, mask, kl_coef)
+            corrected, mismatch = correct_rollout(self.corrections, scored.log_probs, rollout.rollout_log_probs, mask)
             outputs = self.advantage(
                 AdvantageInputs(
                     token_rewards=token_rewards,
@@ -105,41 +103,81 @@ class ExperienceMaker:
                     response_mask=mask,
                     group_index=rollout.prompt_index,
                     is_valid=is_valid,
-                    values=values,
+                    values=scored.values,
                     greedy_rewards=None if greedy is None else greedy.rewards[rollout.prompt_index],
                     reward_components=verdict.components,
-                    log_probs=old_log_probs,
-                    sum_squared_probs=scores.sum_squared_probs,
+                    log_probs=scored.log_probs,
+                    sum_squared_probs=scored.sum_squared_probs,
                     importance_weights=corrected.weights if self.corrections else None,
                     nonzero_reward_share=self._nonzero_share(verdict.rewards, is_valid),
                 )
             )
-            advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
-            trained = corrected.response_mask
-            if self.mask_truncated:
-                trained = trained & ~rollout.is_truncated[:, None]
-            experience = Experience(
-                input_ids=rollout.input_ids,
-                attention_mask=rollout.attention_mask,
-                response_mask=trained,
-                temperature=rollout.temperature,
-                rollout_log_probs=rollout.rollout_log_probs,
-                old_log_probs=old_log_probs,
-                advantages=advantages,
-                loss_weights=corrected.weights if self.corrections else None,
-                ref_log_probs=ref_log_probs,
-                values=values,
-                returns=outputs.returns,
-            )
+            experience = self._experience(rollout, scored, outputs, mask, corrected)
+            metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
             metrics |= experience_metrics(experience, token_rewards, rollout)
-            if values is not None and outputs.returns is not None:
-                moments = explained_variance_moments(values, outputs.returns, trained)
-                explained = explained_variance(self.contract.sum_over_data_parallel(moments))
-                metrics["critic/vf_explained_var"] = mean(explained)  # the same on every rank
+            metrics |= self._explained_variance(experience)
             if self.advantage.needs_groups:
                 silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
                 metrics["train/frac_zero_std"] = mean(silent, groups)
         return experience, metrics
+
+    def _scored(self, rollout: Rollout) -> _Scored:
+        """What each model says of the rollout."""
+        policy = self._policy_scores(rollout)
+        assert policy.log_probs is not None
+        with self.phase("ref"):
+            ref_log_probs = self._reference_log_probs(rollout)
+        with self.phase("values"):
+            values = policy.values if self.critic is None else self._score(self.critic, rollout).values
+        return _Scored(
+            log_probs=policy.log_probs,
+            ref_log_probs=ref_log_probs,
+            values=values,
+            entropy=policy.entropy,
+            sum_squared_probs=policy.sum_squared_probs,
+        )
+
+    def _token_rewards(
+        self, verdict: Verdict, scored: _Scored, mask: Tensor, kl_coef: float
+    ) -> tuple[Float[Tensor, "batch response"], dict[str, Metric]]:
+        """Rewards at the tokens that they are for, less the KL penalty if it is one of them."""
+        token_rewards = place_sequence_rewards(verdict.rewards, mask)
+        metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
+        if self.kl is not None and scored.ref_log_probs is not None:
+            kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scored.log_probs, scored.ref_log_probs, mask)
+            metrics["actor/ref_kl"] = masked_mean(kl, mask)
+            if self.kl.place == "reward":
+                token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)
+        return token_rewards, metrics
+
+    def _experience(
+        self, rollout: Rollout, scored: _Scored, outputs: AdvantageOutputs, mask: Tensor, corrected: Corrected
+    ) -> Experience:
+        """The rollout with what is known of each token."""
+        trained = corrected.response_mask
+        if self.mask_truncated:
+            trained = trained & ~rollout.is_truncated[:, None]
+        return Experience(
+            input_ids=rollout.input_ids,
+            attention_mask=rollout.attention_mask,
+            response_mask=trained,
+            temperature=rollout.temperature,
+            rollout_log_probs=rollout.rollout_log_probs,
+            old_log_probs=scored.log_probs,
+            advantages=self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages,
+            loss_weights=corrected.weights if self.corrections else None,
+            ref_log_probs=scored.ref_log_probs,
+            values=scored.values,
+            returns=outputs.returns,
+        )
+
+    def _explained_variance(self, experience: Experience) -> dict[str, Metric]:
+        """How well the values foretold the returns, over all ranks; empty without values."""
+        if experience.values is None or experience.returns is None:
+            return {}
+        moments = explained_variance_moments(experience.values, experience.returns, experience.response_mask)
+        explained = explained_variance(self.contract.sum_over_data_parallel(moments))
+        return {"critic/vf_explained_var": mean(explained)}  # the same on every rank
 
     def _score(self, model: TokenScorer, rollout: Rollout, *, with_entropy: bool = False) -> Scores:
         (split,) = self.splitter.split(model, [rollout])
