@@ -23,7 +23,7 @@ from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine
-from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, VLLMConfig
+from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.seeding import derive_seed
 from verl_lightning.types import Rollout
 
@@ -57,6 +57,7 @@ class VLLMRollout(OneStepOffRollout):
             of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
             first two steps. Needs ``beside``.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -77,6 +78,7 @@ class VLLMRollout(OneStepOffRollout):
         beside: BesideConfig | None = None,
         overlap: bool = False,
         turns: TurnsConfig | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         super().__init__(sampling, val_sampling, turns, overlap=overlap)
         if not 0 < gpu_memory_utilization <= 1:
@@ -106,6 +108,7 @@ class VLLMRollout(OneStepOffRollout):
         self.beside = beside
         if overlap and beside is None:
             raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
+        self.speculation = speculation
         self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
@@ -142,6 +145,7 @@ class VLLMRollout(OneStepOffRollout):
             deadline=self.deadline,
             tensor_parallel_size=self.tensor_parallel_size,
             makes_text=any(each.stop or each.guide is not None for each in (self.sampling, self.val_sampling)),
+            speculation=self.speculation,
         )
 
     @override

@@ -127,7 +127,8 @@ class VLLMEngine:
         """Sample ``sampling.num_samples`` responses to each prompt.
 
         Raises:
-            ValueError: If the longest prompt and its response don't fit into `max_model_len`.
+            ValueError: If the longest prompt and its response don't fit into `max_model_len`, or if a CPU is to sample
+                with speculation.
             RuntimeError: If the engine is asleep.
             TimeoutError: If some responses are not finished after `deadline` seconds.
         """
@@ -139,6 +140,8 @@ class VLLMEngine:
         """Each row of the rollout with its answer, as they are finished; raises what `generate` does."""
         if self._is_asleep:
             raise RuntimeError("the engine is asleep and has no weights. Call `load_weights` first.")
+        if self.config.speculation is not None:
+            check_speculation(self._device, sampling)
         asked, own = (prompts, slice(0, len(prompts))) if self.config.tensor_parallel_size == 1 else gather(prompts)
         first, last = own.start * sampling.num_samples, own.stop * sampling.num_samples
         engine, late = self._running.llm_engine, self._add_requests(asked, sampling)
@@ -190,6 +193,7 @@ class VLLMEngine:
             "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
             "skip_tokenizer_init": not self.config.makes_text,
             "enable_prefix_caching": True,
+            "speculative_config": None if self.config.speculation is None else self.config.speculation.vllm_options(),
         }
 
     def _weights_options(self) -> dict[str, Any]:
@@ -270,6 +274,19 @@ def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> st
         f" that to {request_name(prompts, min(late))} of this rank's batch. Sample shorter or fewer responses, give the"
         " engine more memory, or raise the deadline."
     )
+
+
+def check_speculation(device: torch.device, sampling: SamplingConfig) -> None:
+    """Refuse what vLLM gets wrong: on CPUs, it divides the logits of guessed tokens by temperatures that it never sets.
+
+    Raises:
+        ValueError: If responses would not come from the policy.
+    """
+    if device.type == "cpu" and sampling.temperature > 0:
+        raise ValueError(
+            "`rollout.speculation` on a CPU can decode greedily alone: vLLM's CPU build does not sample from the policy"
+            f" there. Got `temperature: {sampling.temperature}`; set it to 0, or take `speculation` out."
+        )
 
 
 def import_vllm() -> Any:

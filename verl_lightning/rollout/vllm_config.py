@@ -3,9 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 LogProbsMode = Literal["processed_logprobs", "raw_logprobs"]
+SpeculationMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+
+MAX_MATCH, MIN_MATCH = 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding: tokens are guessed cheaply, and the policy keeps those that it would have said.
+
+    Responses still come from the policy alone. What guesses is never trained: it helps less as the policy leaves it.
+    """
+
+    method: SpeculationMethod = "ngram"
+    """Who guesses: ``ngram`` what followed the last tokens before, in the prompt or the response; ``draft_model``,
+    ``eagle`` and ``eagle3`` the model or head at ``path``; ``mtp`` the policy's own heads for several tokens."""
+
+    num_tokens: int = 4
+    """Tokens guessed at a time."""
+
+    path: str = ""
+    """Hugging Face folder of the draft model or head, whose vocabulary is the policy's."""
+
+    max_match: int = MAX_MATCH
+    """Most last tokens that ``ngram`` looks for."""
+
+    min_match: int = MIN_MATCH
+    """Fewest last tokens that ``ngram`` looks for."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"`speculation.num_tokens` must be at least 1, got {self.num_tokens}.")
+        if not 1 <= self.min_match <= self.max_match:
+            raise ValueError(
+                "`speculation.min_match` must lie between 1 and `max_match`, got"
+                f" {self.min_match} and {self.max_match}."
+            )
+        if self.method != "ngram" and (self.max_match, self.min_match) != (MAX_MATCH, MIN_MATCH):
+            raise ValueError(f"`speculation.max_match` and `min_match` are for `ngram`, got `method: {self.method}`.")
+        if bool(self.path) != (self.method in ("draft_model", "eagle", "eagle3")):
+            needs = "needs a `path`" if not self.path else "takes no `path`"
+            raise ValueError(f"`speculation.method: {self.method}` {needs}, got {self.path!r}.")
+
+    def vllm_options(self) -> dict[str, Any]:
+        """As vLLM's ``speculative_config``."""
+        options: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_tokens}
+        if self.method == "ngram":
+            return options | {"prompt_lookup_max": self.max_match, "prompt_lookup_min": self.min_match}
+        source = {"model": self.path} if self.path else {}
+        # The policy's own weights are dummies until they are sent; those of what guesses are read.
+        return options | source | {"draft_load_config": {"load_format": "auto"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +99,9 @@ class VLLMConfig:
 
     makes_text: bool = False
     """Whether vLLM follows responses as text too, for stop strings and guided decoding."""
+
+    speculation: SpeculationConfig | None = None
+    """Who guesses tokens ahead; None guesses none."""
 
 
 @dataclass(frozen=True, kw_only=True)

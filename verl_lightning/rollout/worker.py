@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine
-from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.vllm_config import SpeculationConfig, VLLMConfig
 
 
 class Worker:
@@ -55,7 +55,7 @@ class Worker:
 
     def _do(self, do: str, request: dict[str, Any]) -> None:
         if do == "start":
-            self._engine = VLLMEngine(VLLMConfig(**request["config"]))
+            self._engine = VLLMEngine(decode_config(request["config"]))
             self._engine.start(torch.device("cuda", 0) if request["on_gpu"] else torch.device("cpu"))
         elif do == "load_weights":
             self._load_weights()
@@ -97,6 +97,12 @@ class Worker:
         )
         for row, completion in self._running.stream(prompts, decode_sampling(request["sampling"])):
             self._answer({"row": row, "completion": completion})
+
+
+def decode_config(values: dict[str, Any]) -> VLLMConfig:
+    """The configuration of which ``dataclasses.asdict`` gave these values."""
+    speculation = values["speculation"]
+    return VLLMConfig(**values | {"speculation": None if speculation is None else SpeculationConfig(**speculation)})
 
 
 def decode_sampling(values: dict[str, Any]) -> SamplingConfig:
