@@ -7,7 +7,9 @@ import signal
 import time
 
 import psutil
+from lightning.pytorch import Callback, Trainer
 
+from verl_lightning.callbacks import RayRollout
 from verl_lightning.rollout.ray_engines import RayEngines
 
 
@@ -28,3 +30,21 @@ def kill_at_work(pids: list[int], killed: list[int]) -> None:
                 killed.append(pid)
                 return
         time.sleep(0.02)
+
+
+class EngineKiller(Callback):
+    """Kills the first engine of a `RayRollout`, if there is one, when some steps are over.
+
+    Args:
+        step: How many.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.killed: int | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        for rollout in trainer.callbacks:
+            if isinstance(rollout, RayRollout) and trainer.global_step == self.step:
+                self.killed = engine_pids(rollout._engine)[0]
+                os.kill(self.killed, signal.SIGKILL)

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.ray.engine_processes import engine_pids, kill_at_work
+from tests.callbacks.test_one_step_off import HFAhead
+from tests.ray.engine_processes import EngineKiller, engine_pids, kill_at_work
 from tests.rollout.test_hf_engine import make_engine, make_prompts
+from tests.runs import Recorder, make_ppo, make_trainer
+from tests.runs import make_prompts as make_prompts_data
 from tests.tiny import tiny_model
+from verl_lightning.callbacks import HFRollout, RayRollout
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.modules.corrections import TruncatedImportanceSampling
 from verl_lightning.ray.actors import Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
@@ -87,6 +92,24 @@ def test_a_killed_engine_is_done_without_and_its_prompts_answered(callers, tiny_
     assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
     load([alone, *callers], seed=2)  # also into the one that has come in its place
     assert_same_rollout(callers[1].generate(make_prompts(), sampling), alone.generate(make_prompts(), sampling))
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_run_one_step_ahead_is_the_same_with_engines_that_die(joined_cluster, tiny_folder, prompt_file, tmp_path):
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
+    inner = HFRollout(sampling, sampling)
+    recorders, killer = [Recorder(), Recorder()], EngineKiller(step=2)
+    rollouts = [HFAhead(sampling, sampling, overlap=True), RayRollout(inner, num_replicas=2, overlap=True)]
+
+    for rollout, recorder in zip(rollouts, recorders, strict=True):
+        trainer = make_trainer(tmp_path, rollout, recorder, killer, max_steps=5)
+        trainer.fit(make_ppo(tiny_folder, corrections=[TruncatedImportanceSampling()]), make_prompts_data(prompt_file))
+
+    assert killer.killed is not None
+    assert recorders[1].column("rollout/staleness") == [0, 1, 1, 1, 1]
+    for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "rollout_corr/abs_log_prob_gap"):
+        assert recorders[0].column(name) == pytest.approx(recorders[1].column(name), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -21,12 +21,20 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="starts gloo processes and reads /proc"),
 ]
 
+SAMPLING = {"num_samples": 2, "max_new_tokens": 6}
+ENGINES = {"num_replicas": 1, "rollout": {"class_path": "HFRollout", "init_args": {"sampling": SAMPLING}}}
+ACTORS = {
+    "model": {"init_args": {"reward": {"backend": "ray", "num_workers": 1}}},
+    "rollout": {"class_path": "RayRollout", "init_args": ENGINES},
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_folder, prompt_file) -> Path:
     """A folder with the settings, and the run that they give on two processes of ddp without Ray."""
     folder = tmp_path_factory.mktemp("runs")
     write_settings(folder / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
+    (folder / "actors.yaml").write_text(yaml.safe_dump(ACTORS))
     finish(start(folder / "ddp", *RUN, "--trainer.devices", "2"), folder / "ddp")
     return folder
 
@@ -65,35 +73,21 @@ def test_two_nodes_give_the_losses_of_two_processes(cluster_address, runs):
     assert_same_run(runs / "ray", runs / "ddp")
 
 
-def test_rewards_and_engines_in_actors_give_the_same_run(cluster_address, runs):
-    sampling = {"num_samples": 2, "max_new_tokens": 6}
-    engines = {"num_replicas": 1, "rollout": {"class_path": "HFRollout", "init_args": {"sampling": sampling}}}
-    changes = {
-        "model": {"init_args": {"reward": {"backend": "ray", "num_workers": 1}}},
-        "rollout": {"class_path": "RayRollout", "init_args": engines},
-    }
-    (runs / "ray.yaml").write_text(yaml.safe_dump(changes))
-
-    finish(start(runs / "actors", *ray_words(cluster_address), "--config", "../ray.yaml"), runs / "actors")
-
-    # An engine's log-probs depend on its batch in the last bits; its tokens don't, nor what is learnt from them.
-    ours, theirs = (read_metrics(runs / name / "runs/version_0") for name in ("actors", "ddp"))
-    for our_row, their_row in zip(ours, theirs, strict=True):
-        assert as_numbers(our_row) == pytest.approx(as_numbers(their_row), rel=1e-4, abs=1e-5)
-
-
-def test_a_killed_worker_costs_nothing_but_time(cluster_address, runs):
+def test_a_killed_worker_costs_nothing_but_time_with_rewards_and_engines_in_actors(cluster_address, runs):
     folder = runs / "killed"
     kill = ["--trainer.callbacks+=tests.ray.parts.KillOnce", "--trainer.callbacks.step=3"]
 
-    output = finish(start(folder, *ray_words(cluster_address), *kill), folder)
+    output = finish(start(folder, *ray_words(cluster_address), "--config", "../actors.yaml", *kill), folder)
 
     assert (folder / "killed").exists()
     assert "rank 1 on node" in output
     assert "in phase `update_actor` of step 3" in output
     assert "restart 1 of 3" in output
     assert "Restoring states from the checkpoint" in output
-    assert_same_run(folder, runs / "ddp")
+    # An engine's log-probs depend on its batch in the last bits; its tokens don't, nor what is learnt from them.
+    ours, theirs = (read_metrics(runs / name / "runs/version_0") for name in ("killed", "ddp"))
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        assert as_numbers(our_row) == pytest.approx(as_numbers(their_row), rel=1e-4, abs=1e-5)
 
 
 def test_sigterm_saves_and_ends_the_run(cluster_address, runs):
@@ -111,9 +105,10 @@ def test_sigterm_saves_and_ends_the_run(cluster_address, runs):
 
 def test_ctrl_c_leaves_no_process(cluster_address, runs):
     folder = runs / "interrupted"
-    process = start(folder, *ray_words(cluster_address), "--trainer.callbacks+=tests.ray.parts.StepMarker")
+    marker = "--trainer.callbacks+=tests.ray.parts.StepMarker"
+    process = start(folder, *ray_words(cluster_address), "--config", "../actors.yaml", marker)
     wait_for(folder / "step 1", process)
-    assert len(processes_in(folder)) >= 3  # the driver and two workers; their reward workers too
+    assert len(processes_in(folder)) >= 6  # the driver, two workers, an engine, two reward workers and their processes
 
     os.killpg(process.pid, signal.SIGINT)
     finish(process, folder, code=128 + signal.SIGINT)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 
-from tests.ray.engine_processes import engine_pids
+from tests.ray.engine_processes import EngineKiller
 from tests.rollout.vllm_parts import write_sharp_folder
 from tests.runs import Recorder, make_ppo, make_prompts, make_trainer
 from verl_lightning.callbacks import RayRollout, VLLMRollout
@@ -17,23 +14,11 @@ from verl_lightning.rollout.base import SamplingConfig
 pytestmark = [pytest.mark.backend, pytest.mark.filterwarnings("ignore")]  # vLLM warns of many things
 
 
-class EngineKiller(Callback):
-    """Kills the engine when two steps are over."""
-
-    killed: int | None = None
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 2:
-            rollout = next(callback for callback in trainer.callbacks if isinstance(callback, RayRollout))
-            self.killed = engine_pids(rollout._engine)[0]
-            os.kill(self.killed, signal.SIGKILL)
-
-
 def test_engine_and_trainer_agree_at_each_step(joined_cluster, tmp_path, prompt_file):
     seed_everything(0, verbose=False)
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
     rollout = RayRollout(VLLMRollout(sampling, sampling, enforce_eager=True))
-    recorder, killer = Recorder(), EngineKiller()
+    recorder, killer = Recorder(), EngineKiller(step=2)
     trainer = make_trainer(tmp_path, rollout, recorder, killer, max_steps=4)
 
     trainer.fit(make_ppo(write_sharp_folder(tmp_path / "model")), datamodule=make_prompts(prompt_file))

@@ -18,6 +18,8 @@ from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, r
 if TYPE_CHECKING:
     from ray.train import WorkerGroupError
 
+_END_SECONDS = 60.0  # until the engines and reward workers of a dead group have given back what they held
+
 
 def main(argv: Sequence[str]) -> None:
     """Runs ``verl-fit ray``.
@@ -115,7 +117,7 @@ def check_restart(board: Any, attempt: int, options: LaunchOptions, demands: Seq
     if attempt == options.max_restarts:
         fail(f"workers died again after {attempt} restarts (`--max-restarts {options.max_restarts}`).", code=1)
     try:
-        require(*demands, wait=options.wait)
+        require(*demands, wait=options.wait, patience=_END_SECONDS)
     except PlacementError as error:
         fail(f"can't start again: {error} Or let it wait for new nodes: `--wait SECONDS`.", code=1)
     say(f"starting all workers again from the last checkpoint (restart {attempt + 1} of {options.max_restarts})")

@@ -75,12 +75,13 @@ def nodes() -> list[Node]:
     return [Node(address=node["NodeManagerAddress"], resources=node["Resources"]) for node in alive]
 
 
-def require(*demands: Demand, wait: float = 0.0) -> None:
+def require(*demands: Demand, wait: float = 0.0, patience: float = _BUSY_SECONDS) -> None:
     """Makes sure that the cluster can hold some demands now, so that nothing ever waits in a queue without end.
 
     Args:
         demands: The bundles, all at the same time.
         wait: Seconds to wait for nodes that are still to come, and for others to free what they hold.
+        patience: Seconds to wait for the latter at least.
 
     Raises:
         PlacementError: With the arithmetic, if the cluster is too small or too busy.
@@ -90,7 +91,7 @@ def require(*demands: Demand, wait: float = 0.0) -> None:
         time.sleep(min(1.0, wait))
     if complaint:
         raise PlacementError(complaint)
-    if not _fit_now(demands, max(_BUSY_SECONDS, deadline - time.monotonic())):
+    if not _fit_now(demands, max(patience, deadline - time.monotonic())):
         raise PlacementError(_busy_message(demands))
 
 
