@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
+from verl_lightning.models.lora import has_adapters, read_adapter
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.megatron.naming import held_names
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
 from verl_lightning.strategies.megatron.portable import MAP_KEY, SETTINGS_FILE, describe
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
@@ -139,23 +143,57 @@ def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:
     Args:
         state: Whole tensors by our own names: role, then ``backbone`` or ``value_head``, then transformers'.
         roles: What takes them.
-
-    Raises:
-        ValueError: If it holds adapters, which are read from a PEFT folder.
     """
     for role, model in roles.items():
         own = {n.removeprefix(f"{role}."): w for n, w in state.items() if n.startswith(f"{role}.")}
-        if any(".lora_" in name for name in own):
-            raise ValueError(
-                f"`ckpt_path` holds adapters of the {role} that another strategy has trained. Merge them into their"
-                " base with `verl-export --to merged`, and give that folder as `path`."
-            )
-        backbone = {n.removeprefix("backbone."): w for n, w in own.items() if n.startswith("backbone.")}
-        load_whole(model, backbone)
+        if has_adapters(model.backbone):
+            load_adapters(model, own)
+        else:
+            load_whole(model, {n.removeprefix("backbone."): w for n, w in own.items() if n.startswith("backbone.")})
         head = model.local_value_head
         if head is not None:
             with torch.no_grad():
                 head.weight.copy_(own["value_head.weight"])
+
+
+def load_adapter_folder(model: MegatronScorer, lora: LoraConfig) -> None:
+    """Take the adapters of ``lora.adapter_path``. Collective.
+
+    Raises:
+        ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
+    """
+    weights = read_adapter(model.backbone, lora, model.base_fingerprint())
+    load_adapters(model, {state_dict_name(name): weight for name, weight in weights.items()})
+
+
+def state_dict_name(name: str) -> str:
+    """Our name of a weight in a PEFT adapter file."""
+    return "backbone." + re.sub(r"\.(lora_[AB])\.", r".\1.default.", name)
+
+
+@torch.no_grad()
+def load_adapters(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:
+    """Take this rank's part of each adapter. Collective.
+
+    Args:
+        model: With adapters.
+        weights: Whole ones by our own names.
+    """
+    held = held_names(model)
+    for piece, sharded in zip(model.pieces, model_state("model", model).values(), strict=True):
+        for name, parameter in piece.named_parameters():
+            if ".adapter." in name and parameter.requires_grad:
+                (ours,) = held[id(parameter)].names
+                parameter.copy_(_part_of(weights[ours], sharded[f"model.{name}"]))
+
+
+def _part_of(whole: Tensor, part: Any) -> Tensor:
+    """What a rank holds of a tensor of one layer."""
+    for axis, (start, size) in enumerate(
+        zip(part.global_offset[part.prepend_axis_num :], part.local_shape, strict=True)
+    ):
+        whole = whole.narrow(axis, start, size)
+    return whole
 
 
 def load_whole(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:

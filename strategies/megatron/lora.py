@@ -39,11 +39,6 @@ def add_megatron_adapters(chunks: list[nn.Module], lora: LoraConfig, backbone: P
     """
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 
-    if lora.adapter_path is not None:
-        raise ValueError(
-            f"`lora.adapter_path: {lora.adapter_path}` can't be read under `megatron`. Resume its run by `--ckpt_path`,"
-            " merge it into its base by `verl-export --to merged`, or train on with `fsdp`."
-        )
     if lora.modules_to_save:
         raise ValueError("`lora.modules_to_save` is not known under `megatron`. Leave it out, or use `fsdp`.")
     adapters = CanonicalLoRA(

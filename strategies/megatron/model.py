@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, build_skeleton, read_value_head
+from verl_lightning.models.weights import base_name, is_adapter_name
+from verl_lightning.strategies.megatron.checkpoint import load_adapter_folder
 from verl_lightning.strategies.megatron.config import DataParallelConfig
 from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
 from verl_lightning.strategies.megatron.lora import add_megatron_adapters
+from verl_lightning.strategies.megatron.mbridge import MBridge
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_chunks, make_bridge, make_provider
 from verl_lightning.strategies.megatron.scorer import VALUE_HEAD, MegatronScorer
 from verl_lightning.strategies.megatron.tokens import Slicing
+from verl_lightning.strategies.megatron.weights import exported_weights
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -43,12 +47,14 @@ def build_model(
         use_distributed_optimizer: Of models in training.
         bridge: What maps weights.
     """
-    if bridge == "mbridge":
-        refuse_mbridge(config)
     ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
     mapping = make_bridge(config.path)
-    provider = make_provider(mapping, config, head, settings)
-    chunks = build_chunks(mapping, provider)
+    mbridge = MBridge(config, head, settings) if bridge == "mbridge" else None
+    if mbridge is None:
+        provider: Any = make_provider(mapping, config, head, settings)
+        chunks = build_chunks(mapping, provider)
+    else:
+        provider, chunks = mbridge.transformer, mbridge.build()
     skeleton = build_skeleton(config, head, trainable=trainable)
     for chunk in chunks:
         chunk.requires_grad_(trainable)
@@ -62,8 +68,26 @@ def build_model(
     if trainable:
         chunks = wrap(chunks, provider, ddp_config)
     packs = decide_packing(config, uses_transformer_engine=settings.uses_transformer_engine)
-    model = MegatronScorer(chunks, skeleton, mapping, slicing=make_slicing(settings), packs=packs)
+    model = MegatronScorer(chunks, skeleton, mapping, mbridge=mbridge, slicing=make_slicing(settings), packs=packs)
+    if mbridge is not None:
+        check_map(model)
+    if trainable and config.lora is not None and config.lora.adapter_path is not None:
+        load_adapter_folder(model, config.lora)
     return model.train(trainable)
+
+
+def check_map(model: MegatronScorer) -> None:
+    """See that mbridge gives every weight back. Collective.
+
+    Raises:
+        ValueError: If one has no name there.
+    """
+    wanted = {base_name(name) for name, _ in model.backbone.named_parameters() if not is_adapter_name(name)}
+    if missing := sorted(wanted - {name for name, _ in exported_weights(model, merges_adapters=False)}):
+        raise ValueError(
+            f"`megatron.bridge: mbridge` can't map `path: {model.backbone.name_or_path}`: it leaves out {len(missing)}"
+            f" weights, such as `{missing[0]}`. Use `bridge: megatron_bridge`."
+        )
 
 
 def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: Head, *, trainable: bool) -> None:
@@ -157,19 +181,6 @@ def decide_packing(config: ModelConfig, *, uses_transformer_engine: bool) -> boo
             "`packing: always` needs TransformerEngine under `megatron`. Install it, or set `packing: auto`."
         )
     return uses_transformer_engine and config.packing != "never"
-
-
-def refuse_mbridge(config: ModelConfig) -> None:
-    """Say why mbridge maps nothing here.
-
-    Raises:
-        MisconfigurationException: Always.
-    """
-    raise MisconfigurationException(
-        f"`megatron.bridge: mbridge` can't map `path: {config.path}`: its last release (0.15.1) reads"
-        " `config.rope_theta`, which transformers 5 has removed, and knows TransformerEngine's fused layer names only."
-        " Use `megatron_bridge`."
-    )
 
 
 def _finished(chunk: nn.Module, provider: Any, settings: ModelSettings) -> nn.Module:

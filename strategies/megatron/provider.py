@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from verl_lightning.strategies.megatron.runtime import has_transformer_engine
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.core.transformer import TransformerConfig
 
 OWN_FIELDS = {
     "tensor_model_parallel_size": "megatron.tensor_parallel_size",
@@ -114,21 +116,31 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     provider = bridge.to_megatron_provider(load_weights=False)
-    uses_te = settings.uses_transformer_engine
-    fields = {
-        **_layout(settings),
-        **_numbers(settings),
-        **recompute_fields(config, settings, provider.num_layers),
-        **({} if uses_te else _without_transformer_engine()),
-        "perform_initialization": False,
-    }
+    fields = provider_fields(config, settings, provider.num_layers)
     if head == "value":
         fields["share_embeddings_and_output_weights"] = False
-    for name, value in (fields | _checked_overrides(provider, settings.transformer)).items():
+    for name, value in (fields | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider
+
+
+def provider_fields(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:
+    """Fields of Megatron's config, and of Megatron-Bridge's around it, that we set whatever the model is.
+
+    Args:
+        config: How the model is trained.
+        settings: The strategy's.
+        num_layers: Of the whole model.
+    """
+    return {
+        **_layout(settings),
+        **_numbers(settings),
+        **recompute_fields(config, settings, num_layers),
+        **({} if settings.uses_transformer_engine else _without_transformer_engine()),
+        "perform_initialization": False,
+    }
 
 
 def build_chunks(bridge: AutoBridge, provider: GPTModelProvider, *, load: bool = True) -> list[nn.Module]:
@@ -139,20 +151,30 @@ def build_chunks(bridge: AutoBridge, provider: GPTModelProvider, *, load: bool =
         provider: From `make_provider`.
         load: Whether to read the folder's weights.
     """
-    from megatron.core import parallel_state
-
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    count = provider.virtual_pipeline_model_parallel_size or 1
-    chunks: list[nn.Module] = []
-    for index in range(count):
-        pre, post = first and index == 0, last and index == count - 1
-        stage = index if count > 1 else None
-        chunks.append(provider.provide(pre_process=pre, post_process=post, vp_stage=stage))
+    chunks = build_pieces(provider.provide, provider.virtual_pipeline_model_parallel_size or 1)
     if load:
         with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
             bridge.load_hf_weights(chunks)
     return chunks
+
+
+def build_pieces(provide: Callable[..., nn.Module], count: int) -> list[nn.Module]:
+    """This rank's pieces of the stack of layers.
+
+    Args:
+        provide: Makes one; told whether it is the first or the last of the model.
+        count: Pieces on each stage.
+    """
+    from megatron.core import parallel_state
+
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    pieces: list[nn.Module] = []
+    for index in range(count):
+        pre, post = first and index == 0, last and index == count - 1
+        stage = index if count > 1 else None
+        pieces.append(provide(pre_process=pre, post_process=post, vp_stage=stage))
+    return pieces
 
 
 def _layout(settings: ModelSettings) -> dict[str, Any]:
@@ -165,6 +187,9 @@ def _layout(settings: ModelSettings) -> dict[str, Any]:
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": sizes.expert_tensor,
         "sequence_parallel": settings.sequence_parallel,
+        # Interleaved pieces send both ways at once, which two stages tell apart in separate calls only.
+        "overlap_p2p_comm": sizes.virtual_pipeline > 1,
+        "batch_p2p_comm": sizes.virtual_pipeline == 1,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the only one for lengths that vary
         "should_pad_vocab": True,
@@ -229,7 +254,16 @@ def _without_transformer_engine() -> dict[str, Any]:
     return dict.fromkeys((*fusions, *others), False) | {"transformer_layer_spec": local_layer_spec}
 
 
-def _checked_overrides(provider: GPTModelProvider, options: TransformerOptions) -> dict[str, Any]:
+def checked_overrides(provider: TransformerConfig, options: TransformerOptions) -> dict[str, Any]:
+    """The user's fields of Megatron's config.
+
+    Args:
+        provider: The config, which must have them.
+        options: The user's.
+
+    Raises:
+        ValueError: If an override is unknown or belongs to an option of its own.
+    """
     from megatron.core.transformer.enums import AttnBackend
 
     for name in options.overrides:

@@ -25,6 +25,8 @@ from verl_lightning.types import Scores, TokenBatch
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
+    from verl_lightning.strategies.megatron.mbridge import MBridge
+
 VALUE_HEAD = "value_head"
 """Attribute of the last piece that maps hidden states to values beside log-probs."""
 
@@ -36,17 +38,26 @@ class MegatronScorer(TokenScorer):
         chunks: Megatron's models, wrapped for training or not; one, or several with a virtual pipeline.
         skeleton: The same model as transformers builds it, on the meta device: names, shapes and configs.
         bridge: Between the two.
+        mbridge: What has built the model instead, and exports its weights; None where ``bridge`` did.
         slicing: What this rank holds of each sequence.
         packs: Whether sequences lie in one row.
     """
 
     def __init__(
-        self, chunks: list[nn.Module], skeleton: TokenScorer, bridge: AutoBridge, *, slicing: Slicing, packs: bool
+        self,
+        chunks: list[nn.Module],
+        skeleton: TokenScorer,
+        bridge: AutoBridge,
+        *,
+        mbridge: MBridge | None,
+        slicing: Slicing,
+        packs: bool,
     ) -> None:
         nn.Module.__init__(self)
         self.chunks = nn.ModuleList(chunks)
         self.head = skeleton.head
         self.bridge = bridge
+        self.mbridge = mbridge
         self.slicing = slicing
         self.packs = packs
         self.scores_squares = False

@@ -27,13 +27,7 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
     gather_weights(model)
     wanted = {base_name(n): p for n, p in model.backbone.named_parameters() if not is_adapter_name(n)}
     adapter = exported_adapter(model) if merges_adapters and has_adapters(model.backbone) else {}
-    weights: Any = model.bridge.export_hf_weights(
-        pieces := model.pieces,
-        cpu=False,
-        show_progress=False,
-        conversion_tasks=_tasks(model, pieces),
-        merge_adapter_weights=False,  # it knows no q_proj with an adapter beside a k_proj without
-    )
+    weights = _exported_by_bridge(model) if model.mbridge is None else model.mbridge.export(model.pieces)
     experts = Experts(wanted)
     for name, weight in weights:
         name = base_name(name).removeprefix(_prefix(model))
@@ -41,6 +35,17 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
             yield name, _merged(name, weight.detach(), adapter, model)
         elif not name.endswith("lm_head.weight"):  # tied to the embedding, or of a value model
             yield from experts.add(name, weight.detach())
+
+
+def _exported_by_bridge(model: MegatronScorer) -> Iterator[tuple[str, Tensor]]:
+    weights: Iterator[tuple[str, Tensor]] = model.bridge.export_hf_weights(
+        pieces := model.pieces,
+        cpu=False,
+        show_progress=False,
+        conversion_tasks=_tasks(model, pieces),
+        merge_adapter_weights=False,  # it knows no q_proj with an adapter beside a k_proj without
+    )
+    return weights
 
 
 def gather_weights(model: MegatronScorer) -> None:

@@ -154,12 +154,26 @@ def load_adapter(backbone: PreTrainedModel, lora: LoraConfig) -> None:
     """
     from peft import set_peft_model_state_dict
 
+    set_peft_model_state_dict(backbone, read_adapter(backbone, lora, base_fingerprint(backbone)))
+
+
+def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) -> dict[str, Tensor]:
+    """The weights in the folder of ``lora.adapter_path``, by PEFT's names without their prefix.
+
+    Args:
+        backbone: The model with adapters, of which only names are looked at.
+        lora: Which adapters, and where from.
+        fingerprint: Of the base, from `base_fingerprint`.
+
+    Raises:
+        ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
+    """
     folder = Path(str(lora.adapter_path))
     check_adapter_config(folder, lora)
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        fingerprint = (file.metadata() or {}).get(FINGERPRINT_KEY)
-    if fingerprint not in (None, base_fingerprint(backbone)):
+        stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
+    if stored not in (None, fingerprint):
         raise ValueError(
             f"`lora.adapter_path: {folder}` was trained on another base than `path: {backbone.name_or_path}`:"
             " their frozen weights differ. Use the base that it was trained on."
@@ -171,7 +185,7 @@ def load_adapter(backbone: PreTrainedModel, lora: LoraConfig) -> None:
             f"`lora.adapter_path: {folder}` has other adapters than `lora` asks for: {len(wrong)} weights differ, the"
             f" first, `{wrong[0]}`, is in {where}. Set `target_modules` and `modules_to_save` as in `{CONFIG_FILE}`."
         )
-    set_peft_model_state_dict(backbone, weights)
+    return weights
 
 
 def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ root of the repository; Lightning starts the second process.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -24,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sft, make_trainer
+from tests.callbacks.saved_runs import LORA, STEPS
+from tests.runs import Recorder, make_chats, make_model_config, make_prompts, make_rollout, make_sft, make_trainer
 from tests.strategies.conformance import Bench
 from tests.strategies.megatron.cpu import pretend_cuda
 from verl_lightning.callbacks import HFCheckpoint
@@ -33,6 +35,7 @@ from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig
+from verl_lightning.types import TokenBatch
 
 Check = Callable[[Bench], Any]
 
@@ -176,13 +179,15 @@ class GradientTraffic(Callback):
 
 
 def collectives(bench: Bench) -> Any:
-    """Elements reduced by each collective for one gradient, with and without the distributed optimizer."""
+    """Elements reduced by each collective for one gradient, with and without the distributed optimizer, by bridge."""
     results: dict[str, Any] = {}
     overlap = DataParallelConfig(overlap_grad_reduce=True)
     for name, options in {
         "sharded": {"use_distributed_optimizer": True},
         "plain": {"use_distributed_optimizer": False},
         "sharded, overlap": {"use_distributed_optimizer": True, "ddp": overlap},
+        "sharded, mbridge": {"use_distributed_optimizer": True, "bridge": "mbridge"},
+        "plain, mbridge": {"use_distributed_optimizer": False, "bridge": "mbridge"},
     }.items():
         traffic = GradientTraffic()
         module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
@@ -200,15 +205,18 @@ def collectives(bench: Bench) -> Any:
 
 
 def validate(bench: Bench) -> Any:
-    """The loss of SFT on validation chats, without training: Lightning must not copy rank 0's part to all."""
-    recorder = Recorder()
-    strategy = MegatronStrategy(**bench.options)
-    trainer = make_trainer(bench.folder, recorder, strategy=strategy, devices=bench.devices)
-    chats = bench.folder / "chats.jsonl"
-    trainer.validate(
-        make_sft(bench.folder / "model", actor=bench.model()), datamodule=make_chats(chats, chats), verbose=False
-    )
-    return recorder.validations[0]["val/loss"]
+    """The loss of SFT on validation chats by each bridge: Lightning must not copy rank 0's part to all."""
+    losses = []
+    for bridge in ("megatron_bridge", "mbridge"):
+        recorder = Recorder()
+        strategy = MegatronStrategy(**bench.options, bridge=bridge)  # type: ignore[arg-type]
+        trainer = make_trainer(bench.folder, recorder, strategy=strategy, devices=bench.devices)
+        chats = bench.folder / "chats.jsonl"
+        trainer.validate(
+            make_sft(bench.folder / "model", actor=bench.model()), datamodule=make_chats(chats, chats), verbose=False
+        )
+        losses.append(recorder.validations[0]["val/loss"])
+    return losses
 
 
 def lora(bench: Bench) -> Any:
@@ -232,8 +240,131 @@ def lora(bench: Bench) -> Any:
     return {"weights": ending.weights, "fingerprint": module.base_fingerprints["actor"], "steps": recorder.steps}
 
 
+class Kept(Callback):
+    """The policy's weights when training starts and ends, and what it then says of some tokens."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, Tensor] = {}
+        self.end: dict[str, Tensor] = {}
+        self.log_probs: Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.start = self._weights(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.end = self._weights(pl_module)
+        (scores,) = pl_module.contract.forward(pl_module.policy, [scored_batch()])
+        self.log_probs = scores.log_probs
+
+    @staticmethod
+    def _weights(module: Any) -> dict[str, Tensor]:
+        return {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
+
+
+class SaveAtEnd(Callback):
+    """A trainer's checkpoint of the last step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def scored_batch() -> TokenBatch:
+    """Two rows of six tokens, of which all but the first are scored."""
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, 1:])
+
+
+def sft_run(
+    bench: Bench, name: str, *, actor: dict[str, Any], steps: int = STEPS, ckpt_path: Path | None = None
+) -> Kept:
+    """SFT as `tests.callbacks.saved_runs` does it under other strategies."""
+    kept, folder = Kept(), bench.folder / name
+    savers: list[Any] = [ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=STEPS - 1)]
+    savers += [HFCheckpoint(str(folder / "hf")), SaveAtEnd(folder / f"step={STEPS}.ckpt")]
+    if actor.get("lora") is not None:
+        savers.append(HFCheckpoint(str(folder / "merged"), merge_adapters=True))
+    savers = savers if steps == STEPS and ckpt_path is None else []
+    seed_everything(0, verbose=False)
+    trainer = make_trainer(
+        bench.folder,
+        kept,
+        *savers,
+        strategy=MegatronStrategy(**bench.options),
+        devices=bench.devices,
+        max_steps=steps,
+        enable_checkpointing=bool(savers),
+    )
+    config = dataclasses.replace(make_model_config(bench.folder / "model", lr=1e-2), **actor)
+    module = make_sft(bench.folder / "model", actor=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that AdamW starts anew
+        data = make_chats(bench.folder / "chats.jsonl", batch_size=4 // bench.replicas)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+    return kept
+
+
+def saved_runs(bench: Bench) -> Any:
+    """A run of all weights and one of adapters, which leave behind what others load."""
+    runs = {kind: sft_run(bench, f"megatron-{kind}", actor={"lora": lora}) for kind, lora in LORA.items()}
+    return {kind: {"end": run.end, "log_probs": run.log_probs} for kind, run in runs.items()}
+
+
+def adapters_resharded(bench: Bench) -> Any:
+    """The last step of the run of adapters, in another layout."""
+    checkpoint = bench.folder / "megatron-lora" / f"step={STEPS - 1}.ckpt"
+    return sft_run(bench, "resharded", actor={"lora": LORA["lora"]}, ckpt_path=checkpoint).end
+
+
+def loaded_runs(bench: Bench) -> Any:
+    """Weights before the first step, from what other strategies have left behind."""
+    weights = {}
+    for saver in ("auto", "fsdp"):
+        for kind, lora in LORA.items():
+            checkpoint = bench.folder / f"{saver}-{kind}" / f"step={STEPS - 1}.ckpt"
+            resumed = sft_run(bench, "resumed", actor={"lora": lora}, ckpt_path=checkpoint)
+            weights[saver, kind, "checkpoint"] = resumed.start
+            actor = started_from(bench.folder / f"{saver}-{kind}" / "hf" / "last", lora)
+            weights[saver, kind, "folder"] = sft_run(bench, "started", actor=actor, steps=1).start
+    return weights
+
+
+def started_from(folder: Path, lora: LoraConfig | None) -> dict[str, Any]:
+    """Settings of a model that goes on from a folder of all weights, or of an adapter."""
+    if lora is None:
+        return {"path": str(folder)}
+    return {"lora": dataclasses.replace(lora, adapter_path=str(folder))}
+
+
+def refusals(bench: Bench) -> Any:
+    """What adapters on another base, and ones that Megatron can't have, are told."""
+    adapter = str(bench.folder / "auto-lora" / "hf" / "last")
+    cases = {
+        "another base": {
+            "path": str(bench.folder / "auto-full" / "hf" / "last"),
+            "lora": dataclasses.replace(LORA["lora"], adapter_path=adapter),
+        },
+        "another rank": {"lora": LoraConfig(rank=8, alpha=8.0, adapter_path=adapter)},
+        "one of q, k and v": {"lora": LoraConfig(target_modules=["q_proj"])},
+    }
+    told = {}
+    for name, actor in cases.items():
+        try:
+            sft_run(bench, "refused", actor=actor, steps=1)
+        except ValueError as error:
+            told[name] = str(error)
+    return told
+
+
 CHECKS: dict[str, Check] = {
-    check.__name__: check for check in (resume, reshard, export, load_auto, collectives, validate, lora)
+    check.__name__: check
+    for check in (
+        *(resume, reshard, export, load_auto, collectives, validate, lora),
+        *(saved_runs, adapters_resharded, loaded_runs, refusals),
+    )
 }
 
 

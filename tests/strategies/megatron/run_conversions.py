@@ -9,7 +9,7 @@ import argparse
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.strategies.megatron.cpu import pretend_cuda
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
-from verl_lightning.models.scorer import build_scorer
+from verl_lightning.models.scorer import Head, build_scorer
 from verl_lightning.strategies import MegatronStrategy
+from verl_lightning.strategies.megatron.checkpoint import save_folder
 from verl_lightning.strategies.megatron.config import ParallelSizes
+from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
+from verl_lightning.strategies.megatron.portable import read_portable
 from verl_lightning.strategies.megatron.runtime import start_model_parallel
+from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.types import TokenBatch
 
 SHAPE: dict[str, Any] = {
@@ -39,6 +43,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.5,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+BRIDGES: tuple[Literal["megatron_bridge", "mbridge"], ...] = ("megatron_bridge", "mbridge")
 KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
@@ -87,8 +92,27 @@ def convert(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
     }
 
 
+def take_apart(path: Path, strategy: MegatronStrategy, head: Head, folder: Path) -> dict[str, Any]:
+    """The state in a checkpoint of a model, read without Megatron, beside that of transformers' model."""
+    config = ModelConfig(path=str(path))
+    model = cast(MegatronScorer, strategy.make_model(config, head, trainable=True))
+    optimizer = cast(MegatronOptimizer, strategy.make_optimizer(model, config.optim))
+    optimizer.allocate_state()
+    for index, slots in enumerate(optimizer.inner.chained_optimizers[0].optimizer.state.values()):
+        slots["exp_avg"].fill_(index)  # to be told apart
+    save_folder({}, folder, roles={"actor": model}, optimizers=[optimizer], is_writer=True)
+    checkpoint = read_portable(folder, weights_only=True)
+    expected = build_scorer(config, head, trainable=True)
+    return {
+        "state": checkpoint["state_dict"],
+        "expected": {f"actor.{name}": weight for name, weight in expected.state_dict().items()},
+        "moments": checkpoint["optimizer_states"][0]["state"],
+        "names": [name for name, _ in expected.named_parameters()],
+    }
+
+
 def main() -> None:
-    """Converts each kind, tied and untied."""
+    """Converts each kind, tied and untied, by each bridge; and takes checkpoints of each kind apart."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for the models")
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
@@ -98,13 +122,17 @@ def main() -> None:
     store = f"file://{arguments.folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     start_model_parallel(ParallelSizes(), seed=0, timeout=timedelta(seconds=100))
-    strategy = MegatronStrategy()
-    strategy.parallel_devices = [torch.device("cpu")]
-    results = {}
+    strategies: dict[str, MegatronStrategy] = {name: MegatronStrategy(bridge=name) for name in BRIDGES}
+    for strategy in strategies.values():
+        strategy.parallel_devices = [torch.device("cpu")]
+    results: dict[str, Any] = {}
     for kind in KINDS:
         for tied in (True, False):
             path = write_model(arguments.folder, kind, tied=tied)
-            results[path.name] = convert(path, strategy)
+            for name, strategy in strategies.items():
+                results[f"{path.name} by {name}"] = convert(path, strategy)
+        head: Head = "value" if kind == "qwen2" else "policy"
+        results[f"{kind} apart"] = take_apart(path, strategies["megatron_bridge"], head, arguments.folder / kind)
     torch.save(results, arguments.out)
 
 

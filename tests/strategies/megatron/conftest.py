@@ -1,0 +1,76 @@
+"""Runs of Megatron that several test files look at, each in one launch of two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from tests.callbacks.saved_runs import save_run
+from tests.runs import make_prompts, make_rollout, make_trainer
+from tests.strategies.conformance import Bench, write_inputs
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, folder: Path, *words: Any) -> Any:
+    """What a script saved; it runs in processes of its own, since pretending CUDA can't be taken back."""
+    out = folder / "results.pt"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, HERE / script, "--folder", folder, "--out", out, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return torch.load(out)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, the data, and a checkpoint of two iterations under `auto`."""
+    folder = tmp_path_factory.mktemp("checks")
+    write_inputs(folder)
+    bench = Bench(strategy="auto", devices=1, folder=folder)
+    seed_everything(0, verbose=False)
+    trainer = make_trainer(folder, make_rollout(), max_steps=2)
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer.fit(module, datamodule=make_prompts(folder / "prompts.jsonl"))
+    trainer.save_checkpoint(folder / "auto.ckpt")
+    for saver in ("auto", "fsdp"):
+        for kind in ("full", "lora"):
+            save_run(folder / "model", folder / "chats.jsonl", folder / f"{saver}-{kind}", kind, saver)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    """All checks on two ranks that share each layer."""
+    checks = ("resume", "validate", "collectives", "lora", "export", "load_auto")
+    checks += ("saved_runs", "loaded_runs", "refusals")
+    results: dict[str, Any] = run("run_checks.py", folder, "--options", '{"tensor_parallel_size": 2}', *checks)
+    return results
+
+
+@pytest.fixture(scope="session")
+def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
+    """The tensor-parallel run's checkpoint on two stages."""
+    options = json.dumps({"pipeline_parallel_size": 2})
+    results: dict[str, Any] = run(
+        "run_checks.py", folder, "--options", options, "reshard", "validate", "adapters_resharded"
+    )
+    return results
+
+
+@pytest.fixture(scope="session")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each kind of model, there and back."""
+    results: dict[str, Any] = run("run_conversions.py", tmp_path_factory.mktemp("conversions"))
+    return results

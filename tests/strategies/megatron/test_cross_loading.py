@@ -1,0 +1,175 @@
+"""What Megatron saved, loaded by others, and the other way round: its row and column of ``docs/checkpoints.md``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.callbacks.saved_runs import LORA, STEPS, logits_with, run_sft
+from tests.strategies.fsdp_ranks import on_ranks
+from tests.strategies.megatron.run_checks import scored_batch
+from verl_lightning.export import main as export
+
+pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+
+TOKENS = scored_batch().input_ids
+LOADERS = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+@pytest.fixture(params=LORA)
+def kind(request: pytest.FixtureRequest) -> str:
+    """What was trained."""
+    return str(request.param)
+
+
+def base_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def log_probs_of(model: Any) -> Tensor:
+    """Of each token but the first of a row."""
+    with torch.no_grad():
+        predicted = model.eval()(TOKENS).logits[:, :-1].log_softmax(-1)
+    return predicted.gather(-1, TOKENS[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize(("loader", "ranks"), LOADERS)
+def test_another_strategy_goes_on_from_megatrons_checkpoint(folder, tensor_parallel, tmp_path, kind, loader, ranks):
+    """The last step is that of the run that was not stopped: AdamW's moments and the schedule go on too."""
+    checkpoint = str(folder / f"megatron-{kind}" / f"step={STEPS - 1}.ckpt")
+    words = (folder / "model", folder / "chats.jsonl", tmp_path, kind, loader, ranks, checkpoint)
+
+    resumed = on_ranks(ranks, run_sft, *words)[0]
+
+    assert_close(resumed, tensor_parallel["saved_runs"][kind]["end"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("saver", ["auto", "fsdp"])
+def test_megatron_takes_the_weights_of_others(folder, tensor_parallel, tmp_path, kind, saver):
+    """Of their checkpoint, where a run of `auto` that starts from it begins; and of their folders."""
+    loaded = tensor_parallel["loaded_runs"]
+
+    stored = torch_state(folder / f"{saver}-{kind}" / f"step={STEPS - 1}.ckpt")
+    assert_close(loaded[saver, kind, "checkpoint"], merged_state(folder, stored, kind), rtol=0, atol=1e-6)
+    assert_close(
+        loaded[saver, kind, "folder"],
+        load_file(folder / f"{saver}-{kind}" / "weights.safetensors"),
+        rtol=0,
+        atol=0 if kind == "full" else 1e-6,
+    )
+
+
+def torch_state(path: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint of `auto` or `fsdp`."""
+    from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+
+    checkpoint = read_whole(path, weights_only=True) if is_sharded(path) else torch.load(path)
+    return {name.removeprefix("policy.backbone."): w for name, w in checkpoint["state_dict"].items()}
+
+
+def merged_state(folder: Path, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Whole weights by their names; adapters are added to the base's by hand."""
+    weights = {name: p.detach() for name, p in base_of(folder / "model").named_parameters()}
+    if kind == "full":
+        return {name: state[name] for name in weights}
+    lora = LORA["lora"]
+    assert lora is not None
+    for name, down in state.items():
+        if ".lora_A." in name:
+            up = state[name.replace("lora_A", "lora_B")]
+            weights[f"{name.partition('.lora_A')[0]}.weight"] += up @ down * (lora.alpha / lora.rank)
+    return weights
+
+
+def test_adapters_go_on_with_other_tensor_parallel_ranks(tensor_parallel, pipeline_parallel):
+    """From two ranks that share layers to two stages."""
+    expected = tensor_parallel["saved_runs"]["lora"]["end"]
+    assert_close(pipeline_parallel["adapters_resharded"], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_peft_says_what_the_trainer_says(folder, tensor_parallel):
+    adapted = PeftModel.from_pretrained(base_of(folder / "model"), folder / "megatron-lora" / "hf" / "last")
+
+    run = tensor_parallel["saved_runs"]["lora"]
+    assert_close(log_probs_of(adapted), run["log_probs"], rtol=0, atol=1e-5)
+    with torch.no_grad():
+        expected = logits_with(base_of(folder / "model"), run["end"], TOKENS)
+        assert_close(adapted.eval()(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(log_probs_of(base_of(folder / "model")), run["log_probs"], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["megatron-lora/merged", "megatron-lora/hf", "megatron-full/hf"])
+def test_transformers_says_what_the_trainer_says(folder, tensor_parallel, name):
+    run = tensor_parallel["saved_runs"]["full" if "full" in name else "lora"]
+    assert_close(log_probs_of(base_of(folder / name / "last")), run["log_probs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_folders_have_the_form_of_those_of_auto(folder, tensor_parallel, kind):
+    """vLLM loads those of `auto` in `tests/rollout/test_vllm_folders.py`: what it reads is the same but for values."""
+    for name in ["hf"] if kind == "full" else ["hf", "merged"]:
+        ours, theirs = (folder / f"{saver}-{kind}" / name / "last" for saver in ("megatron", "auto"))
+        assert form_of(ours) == form_of(theirs)
+
+
+def form_of(folder: Path) -> dict[str, Any]:
+    """Each file by name: text as it is, of tensors names, types and shapes."""
+    form: dict[str, Any] = {}
+    for path in folder.iterdir():
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+                form[path.name] = {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+                form["metadata"] = file.metadata()
+        elif path.suffix == ".json":
+            form[path.name] = json.loads(path.read_text())
+        else:
+            form[path.name] = path.read_bytes()
+    return form
+
+
+@pytest.mark.parametrize(("to", "name"), [("hf", "full/hf"), ("peft", "lora/hf"), ("merged", "lora/merged")])
+def test_a_checkpoint_is_exported_as_its_run_wrote_it(folder, tensor_parallel, tmp_path, to, name):
+    """By `verl-export`, which imports no Megatron."""
+    kind = name.partition("/")[0]
+    actor = {"path": str(folder / "model"), "lora": kind == "lora" and vars(LORA["lora"]) or None}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": {"init_args": {"actor": actor}}}))
+    checkpoint = folder / f"megatron-{kind}" / f"step={STEPS}.ckpt"
+
+    words = ["--ckpt_path", checkpoint, "--config", config, "--to", to, "--output", tmp_path / "out"]
+    export([str(word) for word in words])
+
+    written, expected = tmp_path / "out", folder / f"megatron-{name}" / "last"
+    assert form_of(written) == form_of(expected)
+    for file in expected.glob("*.safetensors"):
+        atol = 1e-6 if to == "merged" else 0
+        assert_close(load_file(written / file.name), load_file(file), rtol=0, atol=atol)
+
+
+def test_a_checkpoint_holds_adapters_alone(folder, tensor_parallel):
+    """A weight, AdamW's own copy of it and its two moments."""
+    stored = FileSystemReader(folder / "megatron-lora" / f"step={STEPS}.ckpt").read_metadata().state_dict_metadata
+    numel = sum(math.prod(part.size) for part in stored.values() if hasattr(part, "size"))
+    adapters = load_file(folder / "megatron-lora" / "hf" / "last" / "adapter_model.safetensors")
+    assert numel == 4 * sum(weight.numel() for weight in adapters.values())
+
+
+def test_adapters_that_do_not_fit_are_refused(tensor_parallel):
+    told = tensor_parallel["refusals"]
+    assert "was trained on another base than `path:" in told["another base"]
+    assert "has rank 4, but `lora.rank` is 8. Set `lora.rank: 4`" in told["another rank"]
+    assert "`lora.target_modules` names `q_proj` but not `k_proj`" in told["one of q, k and v"]
