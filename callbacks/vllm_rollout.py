@@ -14,11 +14,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.memory_plan import EngineMemory
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
@@ -44,7 +46,8 @@ class VLLMRollout(OneStepOffRollout):
         sampling: How training responses are sampled.
         val_sampling: How validation and test responses are sampled.
         gpu_memory_utilization: Share of each GPU's memory for the engine's weights and key-value cache, in ``(0, 1]``.
-            While it sleeps all of it is free for training. Ignored on CPUs.
+            While it sleeps all of it is free for training. Null takes what the run's memory plan leaves, and 0.9 of a
+            GPU that the engine has for itself. Ignored on CPUs.
         enforce_eager: Do without CUDA graphs and compilation: starts in seconds, samples slower.
         sleeps: Whether the engine gives its GPU memory back while the policy learns.
         canary_limit: Largest gap, in nats per token. In bfloat16 a healthy gap is about 0.01, in float32 below 0.0001.
@@ -69,7 +72,7 @@ class VLLMRollout(OneStepOffRollout):
         self,
         sampling: SamplingConfig = SamplingConfig(),
         val_sampling: SamplingConfig = SamplingConfig(),
-        gpu_memory_utilization: float = 0.5,
+        gpu_memory_utilization: float | None = None,
         enforce_eager: bool = False,
         sleeps: bool = True,
         canary_limit: float = 0.05,
@@ -81,7 +84,7 @@ class VLLMRollout(OneStepOffRollout):
         speculation: SpeculationConfig | None = None,
     ) -> None:
         super().__init__(sampling, val_sampling, turns, overlap=overlap)
-        if not 0 < gpu_memory_utilization <= 1:
+        if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if canary_limit <= 0:
             raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
@@ -109,6 +112,7 @@ class VLLMRollout(OneStepOffRollout):
         if overlap and beside is None:
             raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
         self.speculation = speculation
+        self._gpu_share = 0.0
         self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
@@ -125,10 +129,36 @@ class VLLMRollout(OneStepOffRollout):
             )
         self._canary = None
         self._num_restarts = 0
+        self._gpu_share = self._memory_share(module)
         config = self._engine_config(module)
         if self.beside is None:
             return VLLMEngine(config)
         return ProcessEngine(config, gpu=engine_gpu(self.beside, module.trainer))
+
+    def _memory_share(self, module: PostTrainingModule) -> float:
+        """Of a GPU, for the engine."""
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        if not self._shares_gpus(module):
+            return MOST
+        return planned_share(
+            module,
+            dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
+            num_devices=self.tensor_parallel_size,
+            sleeps=self.sleeps,
+        )
+
+    def _shares_gpus(self, module: PostTrainingModule) -> bool:
+        """Whether engines lie on the trainer's GPUs; `RayRollout` asks for engines that lie elsewhere."""
+        is_own = self in module.trainer.callbacks  # type: ignore[attr-defined]
+        return is_own and self.beside is None and module.trainer.strategy.root_device.type == "cuda"
+
+    def engine_memory(self, device_bytes: int) -> EngineMemory:
+        """What the engine takes of a training device with so many bytes; nothing before its share is known."""
+        if self.beside is not None:
+            return EngineMemory()
+        sampling = int(self._gpu_share * device_bytes)
+        return EngineMemory(sampling=sampling, learning=0 if self.sleeps else sampling)
 
     def _engine_config(self, module: PostTrainingModule) -> VLLMConfig:
         lora = module.policy_config.lora
@@ -140,7 +170,7 @@ class VLLMRollout(OneStepOffRollout):
             dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
             log_probs_mode=self._log_probs_mode,
             lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
-            gpu_memory_utilization=self.gpu_memory_utilization,
+            gpu_memory_utilization=self._gpu_share,
             enforce_eager=self.enforce_eager,
             deadline=self.deadline,
             tensor_parallel_size=self.tensor_parallel_size,
