@@ -204,9 +204,10 @@ def test_every_rank_hears_that_rank_0_cannot_load(tiny_folder, chat_file, tmp_pa
     assert "rank 0 could not load" in second
 
 
-def test_a_size_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"`fsdp.replicate_size` must be at least 1, got 0"):
-        FSDPStrategy(replicate_size=0)
+@pytest.mark.parametrize("name", ["replicate_size", "sequence_parallel_size"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"`fsdp.{name}` must be at least 1, got 0"):
+        FSDPStrategy(**{name: 0})
 
 
 def test_other_precisions_are_refused(tmp_path):

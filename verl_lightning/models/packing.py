@@ -48,9 +48,13 @@ class PackedTokens:
     def shared_by(self, group: dist.ProcessGroup) -> PackedTokens:
         """This rank's run of the tokens, and what it predicts. Waits for the device to count that.
 
+        Each rank gets a token: models cannot take none.
+
         Args:
             group: The ranks that share the row.
         """
+        if (missing := group.size() - self.input_ids.shape[1]) > 0:
+            return self._with_another(missing).shared_by(group)
         part = SequencePart(group=group, total=self.input_ids.shape[1])
         tokens = part.tokens
         own = ((self.predictors >= tokens.start) & (self.predictors < tokens.stop)).nonzero().squeeze(1)
@@ -62,6 +66,17 @@ class PackedTokens:
             labels=self.labels[:, own],
             target=(self.target[0][own], self.target[1][own]),
             part=part,
+        )
+
+    def _with_another(self, length: int) -> PackedTokens:
+        """With one more sequence, of which nothing is scored."""
+        end = self.cu_seq_lens[-1:]
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, self.input_ids.new_zeros(1, length)], dim=1),
+            position_ids=torch.cat([self.position_ids, torch.arange(length, device=end.device)[None]], dim=1),
+            cu_seq_lens=torch.cat([self.cu_seq_lens, end + length]),
+            max_length=max(self.max_length, length),
         )
 
     def unpack(self, scores: Float[Tensor, "1 scored"]) -> Float[Tensor, "batch response"]:

@@ -61,8 +61,7 @@ class SequencePart:
             ``[1, heads of this rank, total, dim]`` of each.
         """
         size = self.group.size()
-        repeats = max(1, size // key.shape[1])
-        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        key, value = (x.repeat_interleave(max(1, size // x.shape[1]), dim=1) for x in (key, value))
         # By rank and token, so that what arrives is in the order of the row: [rank, own, heads of that rank, dim].
         own, dim = query.shape[2:]
         parts = [x.reshape(size, x.shape[1] // size, own, dim).transpose(1, 2) for x in (query, key, value)]
