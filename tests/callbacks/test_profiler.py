@@ -90,9 +90,10 @@ def test_traces_hold_every_phase_of_the_chosen_steps(tmp_path, tiny_folder, file
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["ppo", "sft"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("tool", ["torch", "memory"])
+@pytest.mark.parametrize(
+    ("task", "strategy", "tool"),  # each pair once
+    [("ppo", "ddp", "torch"), ("sft", "ddp", "memory"), ("sft", "fsdp", "torch"), ("ppo", "fsdp", "memory")],
+)
 def test_chosen_ranks_alone_write_traces(tmp_path, tiny_folder, files, task, strategy, tool):
     profiler = ProfilerCallback(tool=tool, steps=[2], ranks=[1], folder=str(tmp_path / "out"))
 

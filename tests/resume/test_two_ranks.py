@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,33 +11,40 @@ import torch
 
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import assert_same_state, read_metrics
+from tests.strategies.fsdp_ranks import on_ranks
+from tests.tiny import ROOT
+from verl_lightning.cli import main
 
 NUM_STEPS = 6
+TIMEOUT = 250.0
+WORDS = ["--config", "../ppo.yaml", "--ckpt_path", "last", "--strategy", "ddp", "--trainer.devices", "2"]
 
 
-def train(folder: Path, last_step: int) -> None:
-    """`verl-fit --strategy ddp` on two processes, until it has saved after a step and has been killed or is done."""
-    folder.mkdir(exist_ok=True)
-    command = [str(Path(sys.executable).with_name("verl-fit")), "--config", "../ppo.yaml", "--ckpt_path", "last"]
-    command += ["--strategy", "ddp", "--trainer.devices", "2", f"--trainer.max_steps={NUM_STEPS}"]
+def fit(folder: Path, last_step: int) -> None:
+    """`verl-fit --strategy ddp` as one of two ranks, until it has saved after a step and is killed, or is done."""
+    os.setsid()  # what kills the run kills its process group
+    os.chdir(folder)
+    sys.path.insert(0, str(ROOT))
+    words = [*WORDS, f"--trainer.max_steps={NUM_STEPS}"]
     if last_step < NUM_STEPS:
-        command += ["--trainer.callbacks+=tests.resume.stop.KillAfter", f"--trainer.callbacks.step={last_step}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, start_new_session=True
-    )
-    expected = 0 if last_step == NUM_STEPS else -signal.SIGKILL
-    assert done.returncode == expected, done.stdout + done.stderr
+        words += ["--trainer.callbacks+=tests.resume.stop.KillAfter", f"--trainer.callbacks.step={last_step}"]
+    sys.argv = ["verl-fit", *words]
+    main()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="starts gloo processes")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks gloo processes")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as in a process of its own
+@pytest.mark.timeout(600)
 def test_two_ranks_resume_exactly(tmp_path, tiny_folder, prompt_file):
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
-    train(tmp_path / "whole", NUM_STEPS)
-    train(tmp_path / "killed", 3)
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    on_ranks(2, fit, tmp_path / "whole", NUM_STEPS, timeout=TIMEOUT)
+    with pytest.raises(EOFError):
+        on_ranks(2, fit, tmp_path / "killed", 3, timeout=TIMEOUT)
 
-    train(tmp_path / "killed", NUM_STEPS)
+    on_ranks(2, fit, tmp_path / "killed", NUM_STEPS, timeout=TIMEOUT)
 
     ours, theirs = (
         torch.load(tmp_path / name / "runs/version_0/checkpoints/last.ckpt", weights_only=True)
