@@ -17,9 +17,10 @@ from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
 from tests.tiny import tiny_model
 from verl_lightning.callbacks import HFRollout, RayRollout
+from verl_lightning.launch.worker import is_mistake
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.corrections import TruncatedImportanceSampling
-from verl_lightning.ray.actors import Home
+from verl_lightning.ray.actors import ActorsLostError, Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.dispatcher import EngineActor, join_prompts, num_tokens, split_prompts, split_rollout
@@ -120,6 +121,18 @@ def test_a_caller_with_other_weights_than_the_newest_is_refused(callers):
     with pytest.raises(RuntimeError, match=r"has version \d of the weights, but \d was asked for"):
         callers[2].generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
     load(callers[2:], seed=1)
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_caller_whose_engines_are_gone_may_start_again(callers):
+    callers[0].stop()
+
+    with pytest.raises(ActorsLostError) as lost:
+        callers[1].generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
+
+    assert not is_mistake(lost.value)
+    assert is_mistake(SystemExit(2))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from verl_lightning.launch.reporter import Reporter, StoppedOnRequest, newest_ch
 from verl_lightning.launch.task import Task
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.ray.actors import ActorsLostError
 
 
 class WorkerCLI(CLI):
@@ -66,9 +67,14 @@ def train(task: Task) -> None:
     except StoppedOnRequest:
         return
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) or is_meant_for_user(error):
+        if is_mistake(error):
             ray.get(task.board.refuse.remote(str(error)))
         raise
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether a restart would meet the same error again, so that the user must change something."""
+    return isinstance(error, SystemExit) or (is_meant_for_user(error) and not isinstance(error, ActorsLostError))
 
 
 def describe_world(address: str) -> tuple[int, int]:

@@ -16,6 +16,10 @@ START_SECONDS = 600.0
 _MAX_DEATHS = 2  # of an actor that starts
 
 
+class ActorsLostError(RuntimeError):
+    """Actors died that a run can't do without; it is nobody's mistake, so the run may be started again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Home:
     """Where the caller runs, so that relative paths and the user's own modules mean the same in an actor."""
@@ -83,7 +87,7 @@ def take_answer(reference: Any) -> Any:
     """What an actor answered, or the error that it raised as itself.
 
     Raises:
-        RuntimeError: If the actor died.
+        ActorsLostError: If the actor died.
         Exception: Whatever the actor raised.
     """
     import ray
@@ -93,6 +97,6 @@ def take_answer(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:
-        raise RuntimeError(
+        raise ActorsLostError(
             f"A Ray actor on which this run depends died; `ray logs` has its last words. {error}"
         ) from None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_lightning.ray.actors import START_SECONDS
+from verl_lightning.ray.actors import START_SECONDS, ActorsLostError
 
 MAX_DEATHS = 3
 """How many actors may die over the same request; then it is the request's fault."""
@@ -42,7 +42,8 @@ class Crew:
             send: Asks an actor; gives the reference of its answer.
 
         Raises:
-            RuntimeError: If each actor that is asked dies, or none is left.
+            RuntimeError: If each actor that is asked dies.
+            ActorsLostError: If none is left.
             Exception: Whatever an actor raises.
         """
         import ray
@@ -85,7 +86,8 @@ class Crew:
     async def _take(self, cost: float) -> int:
         while not (free := [index for index in range(len(self.actors)) if self._is_free(index)]):
             if len(self._lost) == len(self.actors):
-                raise RuntimeError(f"all {len(self.actors)} actors died and could not be replaced") from self._lost[0]
+                message = f"All {len(self.actors)} actors died and could not be replaced; see `ray status`."
+                raise ActorsLostError(message) from self._lost[0]
             self._changed.clear()
             await self._changed.wait()
         index = min(free, key=lambda index: sum(self._held[index]))
@@ -126,7 +128,8 @@ def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any,
         The answers, in the order of the requests.
 
     Raises:
-        RuntimeError: If each actor that is asked the same dies, or none is left.
+        RuntimeError: If each actor that is asked the same dies.
+        ActorsLostError: If none is left.
         Exception: Whatever an actor raises.
     """
 

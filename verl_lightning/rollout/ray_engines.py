@@ -106,6 +106,7 @@ class RayEngines:
 
         Raises:
             RuntimeError: If replicas die each time, or answer with other weights than the newest.
+            ActorsLostError: If all of them or their dispatcher are gone.
         """
         question = self._dispatcher.generate.remote(self._version, prompts.to(torch.device("cpu")), sampling)
         rollout: Rollout
