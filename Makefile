@@ -1,5 +1,6 @@
 # make run            install and train the quick start on this machine, about five minutes
-# make test           install and run the fast core of the tests, slow ones included
+# make test           install, lint and run all tests that need no heavy back end, about ten minutes on two cores
+# make test-fast      install and run the tests that take less than ten seconds each
 # make reference      write docs/reference.md and docs/algorithms anew from types and docstrings
 # make test-backends  install vLLM and Megatron for CPUs and run the tests that need them, on Python 3.11 and 3.12
 PYTHON ?= python3
@@ -7,31 +8,39 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STEPS ?= 80
 SEEDS ?= 0
+HERE := not backend and not oracle and not real_model
+LAUNCHES := tests/ray tests/resume tests/strategies
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-fast test-slow test-backends lint docs reference clean
+.PHONY: install run test test-fast test-slow test-launches test-long test-backends lint docs reference clean
 
 install: $(VENV)/installed
 
-# pip before 23.3 crashes on some of these packages.
+# pip before 23.3 crashes on some of these packages. Python compiles what it imports; pip would compile all, for a minute.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 run: install
 	$(BIN)/python examples/quickstart/run.py --steps $(STEPS) --seeds $(SEEDS)
 
-# Side by side: each takes one of two cores most of the time.
-test: install lint
-	$(MAKE) --jobs=2 --output-sync=target test-fast test-slow
+# Two at a time, the longest first, so that two cores are at work to the end.
+test: install
+	$(MAKE) --jobs=2 --output-sync=target test-launches lint test-fast test-long
 
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow and not backend and not oracle and not real_model"
+	$(BIN)/python -m pytest -m "not slow and $(HERE)"
 
-test-slow: install
-	$(BIN)/python -m pytest -m "slow and not backend and not oracle and not real_model"
+# All slow tests: those in folders that start most processes, and the others.
+test-slow: test-launches test-long
+
+test-launches: install
+	$(BIN)/python -m pytest -m "slow and $(HERE)" $(LAUNCHES)
+
+test-long: install
+	$(BIN)/python -m pytest -m "slow and $(HERE)" $(addprefix --ignore=,$(LAUNCHES))
 
 test-backends:
 	$(PYTHON) tests/run_backends.py

@@ -133,7 +133,7 @@ def install(back_end: BackEnd, python: str) -> None:
         CalledProcessError: If a step fails.
     """
     subprocess.run([python, "-m", "venv", "--clear", ROOT / back_end.venv], check=True)
-    pip = [back_end.interpreter, "-m", "pip", "install", "--quiet"]
+    pip = [back_end.interpreter, "-m", "pip", "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, "--upgrade", "pip>=25"], check=True)  # pip before 23.3 crashes on some of these packages
     subprocess.run([*pip, "--no-deps", "--requirement", ROOT / back_end.without_dependencies], check=True)
     constraint = [] if back_end.constraints is None else ["--constraint", ROOT / back_end.constraints]
