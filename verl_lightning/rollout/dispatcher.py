@@ -108,6 +108,10 @@ class Dispatcher:
         self._weights: Sequence[Any] = []
         self._open: Batch | None = None
 
+    async def forget_weights(self) -> None:
+        """Lets Ray free the weights, which new ones are about to replace."""
+        self._weights = []
+
     async def load_weights(self, version: int, weights: Sequence[Any]) -> None:
         """Has all replicas load the policy's weights, those that start later too.
 

@@ -98,6 +98,8 @@ class RayEngines:
             for _ in weights:  # gathering them is collective
                 pass
             return
+        self._weights = []
+        take_answer(self._dispatcher.forget_weights.remote())  # or the object store would hold the old ones too
         self._weights = [ray.put(message) for message in buckets(iter(weights))]
         take_answer(self._dispatcher.load_weights.remote(self._version, self._weights))
 
