@@ -29,7 +29,12 @@ def train(address: str, steps: int) -> None:
     words = ["ray", "--num-workers", "2", "--cpus-per-worker", "3", "--address", address]
     words += ["--config", str(QUICKSTART / "grpo.yaml"), "--config", str(HERE / "ray.yaml"), "--strategy", "ddp"]
     words += ["--model.actor.path", "runs/quickstart/model", f"--trainer.max_steps={steps}"]
-    words += ["--trainer.val_check_interval", str(steps)]
+    words += [
+        "--trainer.val_check_interval",
+        str(steps),
+        "--model.reward.function",
+        f"{HERE / 'reward.py'}:right_places",
+    ]
     command = [str(Path(sys.executable).with_name("verl-fit")), *words]
     print(f"\n$ {' '.join(command)}", flush=True)
     subprocess.run(command, check=True)
