@@ -139,10 +139,12 @@ def test_sft_batches_are_shared_by_the_ranks(tmp_path):
 
 def test_sft_is_known_by_its_data_and_files_to_compose_are_told(tmp_path):
     """verl's own SFT file names its model in another file."""
-    migration = migrated(tmp_path, "defaults: [{model@model: hf_model}]\ndata: {max_length: 64}", name="verl.yaml")
+    text = "defaults: [{model@model: hf_model}, {data: mine}]\ndata: {max_length: 64}"
+    migration = migrated(tmp_path, text, name="verl.yaml")
     assert migration.settings["model"]["class_path"] == "SFTModule"
-    assert fates(migration) == {"defaults": "not supported", "data.max_length": "translated"}
-    assert "rather give the configuration that a run has saved" in migration.lines[0].words
+    expected = {"defaults.model": "not needed", "defaults.data": "not supported", "data.max_length": "translated"}
+    assert fates(migration) == expected
+    assert "put it beside the one that names it" in migration.lines[1].words
 
 
 def test_an_engine_shared_by_gpus_is_translated(tmp_path):

@@ -6,8 +6,8 @@ import math
 import re
 from typing import Any
 
+from verl_lightning.migrate.composing import NUMBER
 from verl_lightning.migrate.parts import Findings, Remark, Setting, VerlConfig
-from verl_lightning.migrate.reading import NUMBER
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -142,8 +142,8 @@ def translate_kl(verl: VerlConfig) -> Findings:
         coef = f"{ACTOR}.kl_loss_coef"
         yield Setting(key=f"{group}.coef", value=verl.number(coef), sources=(coef,))
         yield from translate_kl_estimator(verl, f"{ACTOR}.kl_loss_type", shapes_gradient=True)
-        if verl[in_reward]:
-            yield Remark(source=in_reward, reason="the penalty stands in one place, and the loss has it")
+        reason = "the penalty stands in one place, and the loss has it"
+        yield Remark(source=in_reward, reason=reason, needed=bool(verl[in_reward]))
     elif verl[in_reward]:
         yield Setting(key=f"{group}.place", value="reward", sources=(in_reward,))
         coef = "algorithm.kl_ctrl.kl_coef"

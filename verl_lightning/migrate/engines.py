@@ -80,6 +80,26 @@ def translate_fsdp(verl: VerlConfig, group: str, actor: str) -> Findings:
     key = f"{group}.offload_policy"
     yield Setting(key="fsdp.cpu_offload", value=bool(verl[key]), sources=(key,))
     yield from translate_mesh(verl, f"{group}.fsdp_size")
+    yield from translate_sequence_parallelism(verl, group)
+
+
+def translate_sequence_parallelism(verl: VerlConfig, group: str) -> Findings:
+    """Over how many ranks sequences are shared: as the actor says, in its engine's group or beside it as before."""
+    name = "ulysses_sequence_parallel_size"
+    key = sequence_key(verl, group)
+    size = verl.whole(key) if verl[key] is not None else 1
+    if size > 1:
+        yield Setting(key="fsdp.sequence_parallel_size", value=size, sources=(key,))
+    for other in verl.given:
+        if other.endswith(name) and other != key:
+            differs = verl[other] not in (None, 1, size)
+            yield Remark(source=other, reason=f"one size for all models: `{key}` decides", needed=differs)
+
+
+def sequence_key(verl: VerlConfig, group: str) -> str:
+    """Verl's key of the ranks that share a sequence, the one that is above 1 if there is one."""
+    places = [f"{place}.ulysses_sequence_parallel_size" for place in (group, group.rpartition(".")[0])]
+    return next((key for key in places if isinstance(verl[key], (int, float)) and verl[key] > 1), places[0])
 
 
 def translate_mesh(verl: VerlConfig, key: str) -> Findings:

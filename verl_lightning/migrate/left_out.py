@@ -29,6 +29,9 @@ class LeftOut:
     off: tuple[Any, ...] = OFF
     """Values with which it isn't used."""
 
+    otherwise: str = ""
+    """What is said of those values; empty says that it is off."""
+
 
 def needless(reason: str, *patterns: str) -> list[LeftOut]:
     """Keys that a run does without."""
@@ -40,11 +43,20 @@ def missing(reason: str, *patterns: str, off: tuple[Any, ...] = ()) -> list[Left
     return [LeftOut(pattern, reason, needed=True, off=(*OFF, *off)) for pattern in patterns]
 
 
+OWN_FILES = (
+    *(f"{engine}_{role}" for engine in ("dp", "megatron") for role in ("actor", "critic", "ref")),
+    "actor", "critic", "ref", "rollout", "hf_model", "legacy_data", "legacy_reward_impl", "reward",
+    "rollout_correction", "distillation", "transfer_queue", "profiler", "fsdp", "megatron", "dp", "ppo_trainer",
+    "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine",
+)  # fmt: skip
+"""Names of verl's own files, which a `defaults` list may give."""
+
 LEFT_OUT: list[LeftOut] = [
     *needless("names a class of verl's", "_target_", "*._target_"),
-    *needless("give `profile` in our words", "*.profiler.*", "global_profiler.*", "profiler.*", "trainer.profile_*"),
+    *needless("each recorded step has a trace of its own, of all roles: see `profile`", "*.profiler.*",
+              "global_profiler.*", "profiler.*", "trainer.profile_*"),
     *missing("rewards are functions; no reward model is served", "reward_model.enable", "reward.reward_model.enable"),
-    *needless("of a reward model, which is off", "reward_model.*", "reward.reward_model.*"),
+    *needless("of a reward model: see its `enable`", "reward_model.*", "reward.reward_model.*"),
     *missing("steps are not skipped", "skip.*.enable"),
     *needless("of skipping, which is off", "skip.*"),
     *missing("no distillation from teachers", "distillation.enabled"),
@@ -55,7 +67,7 @@ LEFT_OUT: list[LeftOut] = [
     *missing("an option of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help`", "*.veomni.*",
              "*.torchtitan.*", "*.automodel.*", off=()),
     *needless("one implementation of workers", "use_legacy_worker_impl", "trainer.use_legacy_worker_impl"),
-    *needless("chooses Hydra files of verl's; `trainer.strategy` chooses here", "model_engine", "*@*"),
+    *needless("chooses Hydra files of verl's; `trainer.strategy` chooses here", "model_engine", "optim", "*@*"),
     *missing("one trainer, which samples and learns in turns", "trainer.v1.*",
              off=("sync", 1, 4, 8, 0.4, 0.05, 0.03, 2, 3, True, "drop")),
     *needless("one trainer", "trainer.use_v1"),
@@ -74,8 +86,8 @@ LEFT_OUT: list[LeftOut] = [
               "*.rollout.enable_chunked_prefill", "*.rollout.enable_prefix_caching", "*.rollout.disable_log_stats",
               "*.rollout.scheduling_policy", "*.rollout.cudagraph_capture_sizes", "*.rollout.logprobs_mode"),
     *needless("the engine computes in `trainer.precision`", "*.rollout.dtype"),
-    *missing("files that Hydra would compose are not read, verl's own values stand for them: rather give the"
-             " configuration that a run has saved", "defaults", off=([], None)),
+    LeftOut("defaults.*", "this file is not there: put it beside the one that names it, or give the configuration that"
+            " a run has saved", needed=True, off=OWN_FILES, otherwise="a file of verl's own, whose values are known"),
     *needless("Hydra's own", "hydra.*"),
     *missing("an engine is shared by tensors alone, with `VLLMRollout`", "*.rollout.tensor_model_parallel_size",
              "*.rollout.data_parallel_size", "*.rollout.expert_parallel_size",
@@ -103,8 +115,10 @@ LEFT_OUT: list[LeftOut] = [
               "*.use_no_sync_for_gradient_accumulation", "*.turbo_config.*", "*.forward_only"),
     *missing("models stay where they are; `fsdp.cpu_offload: true` keeps them in host memory", "*.param_offload",
              "*.optimizer_offload", "*.grad_offload"),
-    *missing("sequences are not shared by ranks under fsdp; `megatron.context_parallel_size` shares them",
+    *missing("one size for all models: the actor's decides, which is `fsdp.sequence_parallel_size`",
              "*.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", "*.sp_size", off=(1,)),
+    *needless("null or empty: Megatron's own value stands", "engine.*_parallel_size", "*.override_ddp_config",
+              "*.override_transformer_config"),
     *needless("packing has no padding", "*.use_remove_padding", "use_remove_padding", "*.pad_to_length*",
               "*.pad_bshd_to_minibatch_max", "data.pad_mode"),
     *missing("no quantization-aware training", "*.qat.enable"),
@@ -151,13 +165,16 @@ LEFT_OUT: list[LeftOut] = [
     *needless("local files are read as they are", "*.use_shm", "data.dataloader_num_workers", "data.num_workers",
               "data.filter_overlong_prompts_workers"),
     *missing("all rows are used", "data.train_max_samples", "data.val_max_samples"),
-    *missing("columns have verl's names", "data.prompt_key", "data.messages_key", "data.tools_key",
+    *missing("name this column of the files `prompt`", "data.prompt_key", off=("prompt",)),
+    *missing("name this column of the files `messages`", "data.messages_key", off=("messages",)),
+    *missing("columns have verl's names", "data.tools_key",
              "data.enable_thinking_key", "data.reward_fn_key", "data.multiturn.*", "data.prompt_dict_keys",
-             "data.response_*key*", off=("prompt", "messages", "tools", "enable_thinking", "data_source")),
+             "data.response_*key*", off=("messages", "tools", "enable_thinking", "data_source")),
     *missing("an iteration samples `data.prompts_per_step` prompts", "data.gen_batch_size"),
     *needless("batches say what they are made of", "data.return_*", "data.validation_shuffle",
-              "data.ignore_input_ids_mismatch", "data.use_dynamic_bsz", "data.micro_batch_size*",
-              "data.max_token_len_per_gpu"),
+              "data.ignore_input_ids_mismatch"),
+    *needless("micro-batches are counted or by tokens, as `use_dynamic_bsz` says", "data.use_dynamic_bsz",
+              "data.micro_batch_size*", "data.max_token_len_per_gpu"),
     *missing("code from a model's folder is not run", "*.trust_remote_code"),
     *missing("write a data module and name it as `data.class_path`", "data.custom_cls.*"),
     *missing("set `data.enable_thinking`, or a template of the model's own", "data.apply_chat_template_kwargs*",
@@ -200,7 +217,7 @@ def remark_on(key: str, value: Any, table: list[LeftOut] = LEFT_OUT) -> Remark:
             continue
         is_off = not is_used(value, entry.off)
         if entry.needed and is_off:
-            return Remark(source=key, reason=f"off ({entry.reason})", needed=False)
+            return Remark(source=key, reason=entry.otherwise or f"off ({entry.reason})", needed=False)
         return Remark(source=key, reason=entry.reason, needed=entry.needed)
     return Remark(source=key, reason="this key is not known", needed=True)
 

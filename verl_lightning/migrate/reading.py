@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+
+from verl_lightning.migrate.composing import compose, flatten, plain, read
+from verl_lightning.migrate.scripts import Script, read_script
 
 ROOTS = (
     "actor_rollout_ref", "algorithm", "async_training", "checkpoint", "critic", "custom_reward_function", "data",
@@ -18,20 +20,22 @@ ROOTS = (
 )  # fmt: skip
 """First parts of verl's keys, by which overrides are told from other words of a script."""
 
+OWN_PRIMARIES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
+"""verl's own primary files."""
+
 OVERRIDE = re.compile(
     rf"(?P<sign>\+{{0,2}}|~)(?P<key>(?:{'|'.join(ROOTS)})(?:@[\w.]+)?(?:\.[\w.@]+)?)(?:=(?P<value>.*))?", re.S
 )
-ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)=(?!\()(\"[^\"]*\"|'[^']*'|\S*)", re.M)
-VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|(?P<plain>\w+))")
+CHOICE = re.compile(r"[\w@/]+=\w+")
 REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>\.*[\w.]+)(?:\s*,\s*(?P<default>[^${}]*))?\}")
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 def read_verl(path: str | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The values that a verl run was given, by dotted key.
 
     Args:
-        path: A YAML file, or a run script (``.sh``) whose overrides are read without running it; None for neither.
+        path: A YAML file, composed from its `defaults`, or a run script (``.sh``), which is read and not run; None for
+            neither.
         overrides: Dotted overrides in Hydra's form: ``key=value``, ``+key=value``, ``++key=value`` or ``~key``.
 
     Raises:
@@ -39,40 +43,47 @@ def read_verl(path: str | None, overrides: Iterable[str]) -> dict[str, Any]:
         ValueError: If the file is no mapping, or a word is no override.
     """
     values: dict[str, Any] = {}
-    words = list(overrides)
+    words, config = list(overrides), path
     if path is not None and path.endswith(".sh"):
-        words = [*script_overrides(Path(path).read_text(encoding="utf-8")), *words]
-    elif path is not None:
-        values = read_yaml(path)
+        script = read_script(Path(path).read_text(encoding="utf-8"))
+        words = [*(word for word in script.words if is_override(word)), *words]
+        config = find_primary(script, Path(path).parent)
+        values = {} if config is not None else own_primary(script.config_name)
+    choices: dict[str, str] = {}
+    if config is not None:
+        if "defaults" in read(Path(config))[0]:
+            choices = dict(word.split("=", 1) for word in words if CHOICE.fullmatch(word))
+        values = compose(Path(config), choices) | choices
     for word in words:
+        if word.partition("=")[0] in choices:
+            continue  # it has chosen a file
         apply_override(values, word)
     return {key: resolve(values, key) for key in values}
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Leaves of a YAML file by dotted key."""
-    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path}` must hold settings, such as `algorithm: {{adv_estimator: grpo}}`, got {content!r}.")
-    return flatten(content)
+def is_override(word: str) -> bool:
+    """Whether a word of a script is an override of verl's."""
+    match = OVERRIDE.fullmatch(word)
+    if match is None:
+        return False
+    return word.startswith("~") or ("=" in word and bool("." in match["key"] or match["value"]))
 
 
-def flatten(group: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
-    """Leaves of nested settings by dotted key; a list or an empty group is a leaf."""
-    leaves: dict[str, Any] = {}
-    for name, value in group.items():
-        key = f"{parent}{name}"
-        leaves |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: plain(value)}
-    return leaves
+def find_primary(script: Script, folder: Path) -> str | None:
+    """Hydra's primary file of a run script, where it lies below the script's folder or the working directory."""
+    if not script.config_name:
+        return None
+    inner = script.config_path.rpartition("}")[2].rpartition("$")[2].lstrip("/")
+    places = [script.config_path, inner, inner.partition("/")[2]]
+    found = (base / place / f"{script.config_name}.yaml" for base in (folder, Path()) for place in places)
+    return next((str(path) for path in found if path.is_file()), None)
 
 
-def plain(value: Any) -> Any:
-    """The value with numbers such as ``1e-6`` as numbers, which YAML 1.1 reads as text."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, str) and NUMBER.fullmatch(value):
-        return float(value)
-    return value
+def own_primary(name: str) -> dict[str, Any]:
+    """What the name of a primary file says that is not there: verl's own values stand for its own ones."""
+    if not name or name in OWN_PRIMARIES:
+        return {"model_engine": "megatron"} if "megatron" in name else {}
+    return {f"defaults.{name}": name}
 
 
 def apply_override(values: dict[str, Any], word: str) -> None:
@@ -97,42 +108,6 @@ def parse_value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def script_overrides(script: str) -> list[str]:
-    """Overrides in a shell script, in their order, with the variables that it sets itself filled in.
-
-    The script is not run: of branches, all are read.
-    """
-    text = re.sub(r"\\\n", " ", "\n".join(line for line in script.splitlines() if not line.lstrip().startswith("#")))
-    variables: dict[str, str] = {}
-    for name, value in ASSIGNMENT.findall(text):
-        variables[name] = substitute(value.strip("\"'"), variables)
-    words = [word for line in text.splitlines() for word in split_words(substitute(line, variables))]
-    names = [word.partition("=")[2] for word in words if word.startswith("--config-name")]
-    found = [word for word in words if (match := OVERRIDE.fullmatch(word)) and ("." in match["key"] or match["value"])]
-    engine = ["model_engine=megatron"] if any("megatron" in name for name in names) else []
-    return [*engine, *(word for word in found if "=" in word or word.startswith("~"))]
-
-
-def split_words(line: str) -> list[str]:
-    """Words of a shell line; parentheses of arrays stand apart."""
-    try:
-        return shlex.split(re.sub(r"=\(|^\s*\)|\)\s*$", " ", line), comments=True)
-    except ValueError:  # a quotation over several lines
-        return line.split()
-
-
-def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """Text with known shell variables and defaults in their places; others stay as they are written."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match["braced"] or match["plain"]
-        return variables.get(name, match["default"] if match["default"] is not None else match[0])
-
-    for _ in range(5):
-        text = VARIABLE.sub(value, text)
-    return text
 
 
 def resolve(values: Mapping[str, Any], key: str, depth: int = 8) -> Any:

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from verl_lightning.migrate import ppo, sft
 from verl_lightning.migrate.left_out import remark_on
 from verl_lightning.migrate.parts import Remark, Setting, VerlConfig, flag, nested
+from verl_lightning.migrate.scripts import UNKNOWN
 
 Fate = Literal["translated", "not needed", "not supported"]
 FATES: tuple[Fate, ...] = ("not supported", "translated", "not needed")
@@ -61,12 +62,31 @@ def migrate(given: dict[str, Any]) -> Migration:
     Raises:
         ValueError: If a value that is needed can't be read, such as a number that only a shell knows.
     """
+    known = {key: value for key, value in given.items() if not is_unknown(value)}
     form, translate = (sft, sft.translate_sft) if is_sft(given) else (ppo, ppo.translate_ppo)
-    findings = list(translate(VerlConfig(given, form.DEFAULTS)))
+    findings = list(translate(VerlConfig(known, form.DEFAULTS)))
     settings = [finding for finding in findings if isinstance(finding, Setting)]
     remarks = [finding for finding in findings if isinstance(finding, Remark)]
     ours = nested({setting.key: setting.value for setting in settings})
-    return Migration(settings=ours, lines=[describe(key, given[key], settings, remarks) for key in given])
+    lines = [
+        describe(key, value, settings, remarks) if key in known else describe_unknown(key, value, settings)
+        for key, value in given.items()
+    ]
+    return Migration(settings=ours, lines=lines)
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether only a shell knows the value, such as that of `$1`."""
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, str) and UNKNOWN.search(item) is not None for item in items)
+
+
+def describe_unknown(key: str, value: Any, settings: Iterable[Setting]) -> Line:
+    """The line of a key whose value only a shell knows: verl's own value stands for it until it is given."""
+    ours = [f"`{flag(setting.key)}`" for setting in settings if key in setting.sources]
+    place = f", or set {' and '.join(ours)}" if ours else ""
+    words = f"its value is known to the shell only: give `{key}=VALUE` behind the script{place}"
+    return Line(key=key, value=value, fate="not supported", words=words)
 
 
 def is_sft(given: dict[str, Any]) -> bool:

@@ -118,9 +118,12 @@ def translate_profiler(verl: VerlConfig) -> Findings:
     """Which steps are recorded, and with what."""
     tool, steps = "global_profiler.tool", "global_profiler.steps"
     if verl[tool] in TOOLS and isinstance(verl[steps], list) and verl[steps]:
-        options = {"tool": TOOLS[verl[tool]], "steps": [int(step) for step in verl[steps]]}
+        options: dict[str, Any] = {"tool": TOOLS[verl[tool]], "steps": [int(step) for step in verl[steps]]}
+        ranks = "actor_rollout_ref.actor.profiler.ranks"
+        chosen = isinstance(verl[ranks], list) and bool(verl[ranks])
+        options |= {"ranks": verl[ranks]} if chosen else {}
         value = {"class_path": "ProfilerCallback", "init_args": options}
-        yield Setting(key="profile", value=value, sources=(tool, steps))
+        yield Setting(key="profile", value=value, sources=(tool, steps, ranks) if chosen else (tool, steps))
         return
     known = verl[tool] in TOOLS or verl[tool] is None or not verl[steps]
     for key in (tool, steps):

@@ -6,7 +6,9 @@ from typing import Any
 
 from verl_lightning.migrate.engines import (
     ENGINE_DEFAULTS,
+    engine_name,
     recompute_key,
+    sequence_key,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -50,24 +52,27 @@ DEFAULTS: dict[str, Any] = (
 def translate_sft(verl: VerlConfig) -> Findings:
     """Everything that an SFT run of verl's says."""
     actor = "model.init_args.actor"
-    engine = str(verl["engine.strategy"])
+    engine, source = engine_name(verl, "engine", "defaults.engine", "engine.strategy")
     yield Setting(key="model.class_path", value="SFTModule", sources=())
     yield from translate_launch(verl)
     yield from translate_length(verl)
     yield from translate_callbacks(verl, rollout=False)
     yield from translate_loggers(verl)
-    yield from translate_strategy(engine, "engine.strategy")
+    yield from translate_strategy(engine, source)
     yield from translate_megatron(verl, "engine") if engine == "megatron" else translate_fsdp(verl, "engine", actor)
     recompute = recompute_key(verl, "engine.override_transformer_config") if engine == "megatron" else None
     yield from translate_model(verl, "model", actor, recomputed_by=recompute)
     yield from translate_optim(verl, "optim", f"{actor}.optim", total_steps(verl))
     yield Setting(key="seed_everything", value=verl.whole("trainer.seed"), sources=("trainer.seed",))
     yield from translate_chats(verl)
-    yield from translate_batches(verl, megatron_ranks(verl) if engine == "megatron" else 1)
+    yield from translate_batches(verl, model_ranks(verl, engine))
 
 
-def megatron_ranks(verl: VerlConfig) -> int:
+def model_ranks(verl: VerlConfig, engine: str) -> int:
     """Ranks that see the same data."""
+    if engine != "megatron":
+        size = verl[sequence_key(verl, "engine")]
+        return int(size) if isinstance(size, (int, float)) else 1
     sizes = (f"engine.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
     product = 1
     for key in sizes:
@@ -92,14 +97,14 @@ def translate_chats(verl: VerlConfig) -> Findings:
     )
 
 
-def translate_batches(verl: VerlConfig, model_ranks: int) -> Findings:
+def translate_batches(verl: VerlConfig, ranks: int) -> Findings:
     """How chats become optimizer steps: verl says the chats of a step, we those of a batch and batches of a step."""
     whole, dynamic = "data.train_batch_size", "data.use_dynamic_bsz"
     world = world_size(verl)
     if world is None:
         yield Remark(source=whole, reason="set `data.batch_size` to the chats of a step on one rank")
         return
-    share = max(1, verl.whole(whole) // max(1, world // model_ranks))
+    share = max(1, verl.whole(whole) // max(1, world // ranks))
     if verl[dynamic]:
         budget = "data.max_token_len_per_gpu"
         yield Setting(key="data.init_args.batch_size", value=share, sources=(whole,))
