@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
+from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import (
     is_sharded,
     load_sharded_model,
@@ -72,6 +74,8 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         accumulate_whole: Add up whole gradients over micro-batches and reduce them once: less traffic, but 4 bytes
             of memory for each weight on every device. False reduces them after each micro-batch.
         cpu_offload: Keep weights, gradients and optimizer state in the host's memory, and step there.
+        async_save: Write checkpoints while training goes on, from a copy in the host's memory. A checkpoint gets its
+            name once it is whole and on the disk, and what it makes needless is deleted after that.
         compile: Compile each block and the log-probs with ``torch.compile``; pays when batches share their shapes.
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
@@ -84,6 +88,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         reshard_after_forward: bool = True,
         accumulate_whole: bool = True,
         cpu_offload: bool = False,
+        async_save: bool = False,
         compile: bool = False,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
@@ -92,11 +97,14 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
             if size < 1:
                 raise ValueError(f"`fsdp.{name}` must be at least 1, got {size}.")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout))
+        self.timeout = timeout
         self.replicate_size = replicate_size
         self.sequence_parallel_size = sequence_parallel_size
         self.reshard_after_forward = reshard_after_forward
         self.accumulate_whole = accumulate_whole
         self.cpu_offload = cpu_offload
+        self.async_save = async_save
+        self._saves: BackgroundSaves | None = None
         self.compile = compile
         self._trained: list[TokenScorer] = []
         self._kept_local: set[nn.Module] = set()  # models within `no_gradient_sync`
@@ -131,6 +139,15 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         self._data_parallel_size, self._tensor_parallel_size = world, 1
         super().setup_environment()
         self.start_groups(world)
+        if self.async_save:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            self._saves = BackgroundSaves(group, is_writer=self.is_global_zero)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.async_save:
+            check_links(trainer.checkpoint_callbacks)
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -262,10 +279,29 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     ) -> None:
         if storage_options is not None:
             raise TypeError("`fsdp` writes checkpoints of its own and takes no `storage_options`.")
-        save_sharded(checkpoint, Path(self.broadcast(filepath)), is_writer=self.is_global_zero)
+        path = Path(self.broadcast(filepath))
+        if self._saves is not None:
+            self._saves.start(checkpoint, path)
+        else:
+            save_sharded(checkpoint, path, is_writer=self.is_global_zero)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self._saves is not None:
+            self._saves.remove(Path(filepath))
+        else:
+            remove_checkpoint(Path(filepath), is_writer=self.is_global_zero)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._saves is not None:
+            self._saves.settle()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._saves is not None:
+            self._saves.wait()
         path = Path(self.broadcast(checkpoint_path))
         if is_megatron_folder(path):
             return read_portable(path, weights_only=weights_only)
@@ -296,7 +332,12 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         self._trained.clear()
-        super().teardown()
+        saves, self._saves = self._saves, None
+        try:
+            if saves is not None:
+                saves.close()
+        finally:
+            super().teardown()
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision == "bf16-mixed":

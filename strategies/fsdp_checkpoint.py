@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from verl_lightning.models.hf_folder import PARTIAL_SUFFIX, atomic_folder
+from verl_lightning.models.hf_folder import atomic_folder, partial_folder
 from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
 
 SETTINGS_FILE = "meta.pt"
@@ -42,9 +42,7 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
         path: The folder.
         is_writer: Whether this rank moves the finished folder to its place.
     """
-    tensors = {"state_dict": checkpoint.pop("state_dict")}
-    tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-    draft = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    tensors, draft = take_tensors(checkpoint), partial_folder(path)
     with atomic_folder(path) if is_writer else nullcontext(draft) as folder:
         dist.barrier()  # the folder exists
         save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True, overwrite=True))
@@ -53,6 +51,12 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
     if is_writer:
         draft.unlink(missing_ok=True)  # a checkpoint file that the folder took the place of
     dist.barrier()
+
+
+def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What every rank writes its part of, taken out of a checkpoint; the rest is every rank's."""
+    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    return tensors | {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
 
 
 def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:

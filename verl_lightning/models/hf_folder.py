@@ -142,7 +142,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     An exception removes the hidden folder. One that a kill left behind is cleared by `clear_partial_folders`.
     """
-    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -153,9 +153,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def partial_folder(path: Path) -> Path:
+    """Where `atomic_folder` keeps what is to take the place of a path."""
+    return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+
+
 def remove_folder(path: Path) -> None:
     """Delete a folder so that no moment shows half of it; one that is gone already is fine."""
-    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+    partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     if path.exists():
         path.rename(partial)
