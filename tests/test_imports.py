@@ -102,3 +102,16 @@ def test_light_modules_import_no_torch(module):
         f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'transformers')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_reading_a_configuration_loads_no_optional_package():
+    """Whoever does not use Weights & Biases, Ray or vLLM does not wait for them."""
+    code = (
+        "import sys; from verl_lightning.cli import main\n"
+        f"try: main(['--config', 'grpo', '--print_config'])\nfinally: print(sorted({HEAVY} & sys.modules.keys()))"
+    )
+
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert "class_path: verl_lightning.modules" in shown
+    assert shown.endswith("\n[]\n")

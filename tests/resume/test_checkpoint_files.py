@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,26 +14,27 @@ from tests.tiny import write_tiny_folder
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
-KILLED_WRITER = """
-import os, pickle, sys
-import torch
-from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
 class Kill:
-    def __reduce__(self):
-        os._exit(9)  # in the middle of `torch.save`, when the first tensors are pickled
+    """Ends the process while it is pickled, in the middle of `torch.save`."""
 
-AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "kill": Kill()}, sys.argv[1])
-"""
+    def __reduce__(self):
+        os._exit(9)
+
+
+def write_and_be_killed(path):
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(1000), "kill": Kill()}, path)
 
 
 def test_a_kill_while_writing_leaves_the_previous_file(tmp_path):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, path)
 
-    killed = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
+    writer = multiprocessing.get_context("fork").Process(target=write_and_be_killed, args=(path,))
+    writer.start()
+    writer.join()
 
-    assert killed.returncode == 9
+    assert writer.exitcode == 9
     assert torch.equal(torch.load(path)["weights"], torch.zeros(3))
     assert [file.name for file in tmp_path.glob("*.ckpt")] == ["last.ckpt"]  # `ckpt_path: last` finds no half file
 
