@@ -26,6 +26,7 @@ from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.weight_transfer import choose_transfer
 from verl_lightning.seeding import derive_seed
 from verl_lightning.types import Rollout
 
@@ -113,6 +114,7 @@ class VLLMRollout(OneStepOffRollout):
             raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
         self.speculation = speculation
         self._gpu_share = 0.0
+        self._is_elsewhere = False
         self._num_restarts = 0
         self._log_probs_mode = log_probs_mode(sampling)
         self._canary: Prompts | None = None
@@ -129,11 +131,16 @@ class VLLMRollout(OneStepOffRollout):
             )
         self._canary = None
         self._num_restarts = 0
+        self._is_elsewhere = self.beside is not None and not self._shares_gpus(module)
         self._gpu_share = self._memory_share(module)
         config = self._engine_config(module)
         if self.beside is None:
             return VLLMEngine(config)
-        return ProcessEngine(config, gpu=engine_gpu(self.beside, module.trainer))
+        gpu = engine_gpu(self.beside, module.trainer)
+        transfer = choose_transfer(self.beside.transfer, trainer_gpu=trainer_gpu(module.trainer), engine_gpu=gpu)
+        if sends_adapters(module):
+            transfer = "host"  # an adapter is a file
+        return ProcessEngine(dataclasses.replace(config, transfer=transfer), gpu=gpu, transfer=transfer)
 
     def _memory_share(self, module: PostTrainingModule) -> float:
         """Of a GPU, for the engine."""
@@ -145,20 +152,21 @@ class VLLMRollout(OneStepOffRollout):
             module,
             dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
             num_devices=self.tensor_parallel_size,
-            sleeps=self.sleeps,
+            sleeps=self.sleeps and self.beside is None,
         )
 
     def _shares_gpus(self, module: PostTrainingModule) -> bool:
         """Whether engines lie on the trainer's GPUs; `RayRollout` asks for engines that lie elsewhere."""
+        gpu = trainer_gpu(module.trainer)
         is_own = self in module.trainer.callbacks  # type: ignore[attr-defined]
-        return is_own and self.beside is None and module.trainer.strategy.root_device.type == "cuda"
+        return is_own and gpu is not None and (self.beside is None or engine_gpu(self.beside, module.trainer) == gpu)
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
         """What the engine takes of a training device with so many bytes; nothing before its share is known."""
-        if self.beside is not None:
+        if self._is_elsewhere:
             return EngineMemory()
         sampling = int(self._gpu_share * device_bytes)
-        return EngineMemory(sampling=sampling, learning=0 if self.sleeps else sampling)
+        return EngineMemory(sampling=sampling, learning=0 if self.sleeps and self.beside is None else sampling)
 
     def _engine_config(self, module: PostTrainingModule) -> VLLMConfig:
         lora = module.policy_config.lora
@@ -322,6 +330,12 @@ def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
     sums = torch.stack([masked_sum(differences, mask), mask.sum().to(differences.dtype)])
     total, count = module.contract.sum_over_data_parallel(sums)
     return float(total / count)
+
+
+def trainer_gpu(trainer: Trainer) -> int | None:
+    """The GPU of this process, None on a CPU."""
+    device = trainer.strategy.root_device
+    return device.index if device.type == "cuda" else None
 
 
 def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:

@@ -18,13 +18,13 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, to_rollout
 from verl_lightning.rollout.vllm import late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks
 from verl_lightning.types import Rollout
 
 BUCKET_BYTES = 2**28
@@ -46,22 +46,31 @@ class EngineDiedError(RuntimeError):
 class ProcessEngine:
     """A `VLLMEngine` in a child process, spoken to in JSON and safetensors through a pipe.
 
-    Weights go through the host's memory. The child ends with its parent.
+    Weights go through the host's memory, or from GPU to GPU. The child ends with its parent.
 
     Args:
         config: What the engine is started with.
         gpu: Index of its GPU among those that this process sees; None on CPUs.
         start_timeout: Seconds to import vLLM and to make it ready.
         grace: Seconds beyond the deadline after which a silent engine is killed.
+        transfer: How weights travel.
     """
 
     def __init__(
-        self, config: VLLMConfig, *, gpu: int | None = None, start_timeout: float = 1800.0, grace: float = GRACE
+        self,
+        config: VLLMConfig,
+        *,
+        gpu: int | None = None,
+        start_timeout: float = 1800.0,
+        grace: float = GRACE,
+        transfer: Transfer = "host",
     ) -> None:
         self.config = config
         self.gpu = gpu
         self.start_timeout = start_timeout
         self.grace = grace
+        self.transfer = transfer
+        self._sender: GPUSender | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._was_late = False
@@ -79,14 +88,8 @@ class ProcessEngine:
             device: The trainer's, which the engine leaves alone.
 
         Raises:
-            MisconfigurationException: If the engine is to run on the trainer's GPU.
             EngineDiedError: If it does not start; what it wrote stands above.
         """
-        if device.type == "cuda" and device.index == self.gpu:
-            raise MisconfigurationException(
-                f"the engine beside the trainer is to run on GPU {self.gpu}, on which the trainer runs. Name another"
-                " one in `rollout.beside.gpus`, or take `rollout.beside` out to share it."
-            )
         self.stop()
         ours, theirs = Pipe()
         visible = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpu(self.gpu)}
@@ -100,6 +103,15 @@ class ProcessEngine:
         self._connection = ours
         with self._watch(self.start_timeout):
             self._ask("start", config=dataclasses.asdict(self.config), on_gpu=self.gpu is not None)
+            if self.transfer != "host":
+                self._meet(GPUSender(self.transfer, device))
+
+    def _meet(self, sender: GPUSender) -> None:
+        """Open the way from GPU to GPU."""
+        self._sender, invitation = sender, sender.invitation()
+        self._send({"do": "join_trainer", "invitation": invitation})
+        sender.join(invitation)
+        self._answer()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send the policy's weights. Takes all of them, also when the engine dies meanwhile: others may wait.
@@ -110,14 +122,40 @@ class ProcessEngine:
         weights = iter(weights)
         try:
             with self._watch(self.config.deadline + self.grace):
-                self._send({"do": "load_weights"})
-                for bucket in buckets(weights):
-                    self._send_bytes(bucket)
-                self._send_bytes(b"")
-                self._answer()
+                if self._sender is None:
+                    self._send_through_host(weights)
+                else:
+                    self._send_between_gpus(self._sender, weights)
         finally:
             for _ in weights:
                 pass
+
+    def _send_through_host(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._send({"do": "load_weights"})
+        for bucket in buckets(weights):
+            self._send_bytes(bucket)
+        self._send_bytes(b"")
+        self._answer()
+
+    def _send_between_gpus(self, sender: GPUSender, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._ask("start_weights")
+        for chunk in chunks(weights, BUCKET_BYTES):
+            placed = sender.on_gpu(chunk)
+            self._send({"do": "receive_weights", "info": sender.announce(placed)})
+            sender.send(placed)
+            self._received(sender)
+        self._ask("finish_weights")
+
+    def _received(self, sender: GPUSender) -> None:
+        try:
+            self._answer()
+        except EngineDiedError as error:
+            if sender.transfer != "nccl":
+                raise
+            raise RuntimeError(
+                f"{error} It died while weights were on their way, and this process' GPU now waits for it forever."
+                " Go on from the last checkpoint, or set `rollout.beside.transfer: host`."
+            ) from error
 
     def load_adapter(self, folder: Path) -> None:
         """Have the engine read the policy's adapter from a PEFT folder."""
@@ -165,7 +203,7 @@ class ProcessEngine:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
-        self._process = self._connection = None
+        self._process = self._connection = self._sender = None
 
     def kill(self) -> None:
         """End the process at once, whatever it does; `stop` is still to follow."""
@@ -234,14 +272,8 @@ class ProcessEngine:
 
 def buckets(weights: Iterator[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[bytes]:
     """Weights in the safetensors format, in messages of about ``size`` bytes."""
-    bucket: dict[str, Tensor] = {}
-    for name, weight in weights:
-        bucket[name] = weight.detach().cpu().contiguous()
-        if sum(each.nbytes for each in bucket.values()) >= size:
-            yield safetensors.torch.save(bucket)
-            bucket = {}
-    if bucket:
-        yield safetensors.torch.save(bucket)
+    for chunk in chunks(((name, weight.cpu()) for name, weight in weights), size):
+        yield safetensors.torch.save({name: weight.contiguous() for name, weight in chunk.items()})
 
 
 def encode_prompts(prompts: Prompts) -> dict[str, Any]:

@@ -76,6 +76,23 @@ class VLLMEngine:
             llm.apply_model(repack_output_heads)
         self._wake_cache()
 
+    def join_trainer(self, invitation: dict[str, Any]) -> None:
+        """Meet the trainer for vLLM's own transfer of weights. Collective with `GPUSender.join`."""
+        self._running.init_weight_transfer_engine({"init_info": invitation})
+
+    def start_weights(self) -> None:
+        """Make ready for weights that `receive_weights` takes."""
+        self._running.start_weight_update()
+
+    def receive_weights(self, info: dict[str, Any]) -> None:
+        """Take a chunk of weights from the trainer, as `GPUSender.announce` tells of it. Collective with its `send`."""
+        self._running.update_weights({"update_info": info})
+
+    def finish_weights(self) -> None:
+        """Use the weights that came, and drop what was cached from the old ones."""
+        self._running.finish_weight_update()
+        self.drop_caches()
+
     def load_adapter(self, folder: Path) -> None:
         """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached.
 
@@ -199,7 +216,8 @@ class VLLMEngine:
     def _weights_options(self) -> dict[str, Any]:
         """Where weights come from."""
         if self.config.lora_rank is None:
-            return {"load_format": "dummy"}
+            transfer = {} if self.config.transfer == "host" else {"backend": self.config.transfer}
+            return {"load_format": "dummy", "weight_transfer_config": transfer or None}
         ranks = [rank for rank in LORA_RANKS if rank >= self.config.lora_rank]
         if not ranks:
             raise ValueError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at the most, got {self.config.lora_rank}.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_lightning.rollout.weight_transfer import Transfer
+
 LogProbsMode = Literal["processed_logprobs", "raw_logprobs"]
 SpeculationMethod = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
 
@@ -103,13 +105,21 @@ class VLLMConfig:
     speculation: SpeculationConfig | None = None
     """Who guesses tokens ahead; None guesses none."""
 
+    transfer: Transfer = "host"
+    """How weights come from another process; ``host`` takes them from `VLLMEngine.load_weights`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BesideConfig:
     """Engines in processes of their own, one for each training process."""
 
     gpus: list[int] = field(default_factory=list)
-    """GPU of each local rank's engine, as an index among those that the trainer sees; empty runs engines on the CPU."""
+    """GPU of each local rank's engine, as an index among those that the trainer sees; empty runs engines on the CPU. An
+    engine on its trainer's own GPU never sleeps."""
+
+    transfer: Transfer | Literal["auto"] = "auto"
+    """How weights reach the engines: ``nccl`` from GPU to GPU, ``ipc`` within a GPU that trainer and engine share,
+    ``host`` through the host's memory; ``auto`` is the first that can."""
 
     max_restarts: int = 3
     """How often dead engines are replaced in a run before it stops."""

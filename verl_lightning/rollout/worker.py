@@ -18,6 +18,7 @@ from torch import Tensor
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.weight_transfer import decode_handles
 
 
 class Worker:
@@ -59,6 +60,14 @@ class Worker:
             self._engine.start(torch.device("cuda", 0) if request["on_gpu"] else torch.device("cpu"))
         elif do == "load_weights":
             self._load_weights()
+        elif do == "join_trainer":
+            self._running.join_trainer(request["invitation"])
+        elif do == "start_weights":
+            self._running.start_weights()
+        elif do == "receive_weights":
+            self._running.receive_weights(decode_info(request["info"]))
+        elif do == "finish_weights":
+            self._running.finish_weights()
         elif do == "load_adapter":
             self._running.load_adapter(Path(request["folder"]))
         elif do == "drop_caches":
@@ -97,6 +106,13 @@ class Worker:
         )
         for row, completion in self._running.stream(prompts, decode_sampling(request["sampling"])):
             self._answer({"row": row, "completion": completion})
+
+
+def decode_info(values: dict[str, Any]) -> dict[str, Any]:
+    """What a chunk of weights was announced with."""
+    if "ipc_handles" not in values:
+        return values
+    return values | {"ipc_handles": decode_handles(values["ipc_handles"])}
 
 
 def decode_config(values: dict[str, Any]) -> VLLMConfig:

@@ -1,0 +1,129 @@
+"""How weights reach an engine in another process: through the host, or from GPU to GPU as vLLM itself takes them."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import pickle
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+Transfer = Literal["host", "nccl", "ipc"]
+"""``host`` copies through the host's memory; ``nccl`` broadcasts between two GPUs; ``ipc`` lends memory of one GPU."""
+
+
+def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | None, engine_gpu: int | None) -> Transfer:
+    """The way that two processes can go, the fastest if any will do.
+
+    Args:
+        wanted: By the user.
+        trainer_gpu: Index of the trainer's GPU, None on a CPU.
+        engine_gpu: Index of the engine's, likewise.
+
+    Raises:
+        MisconfigurationException: If the wanted way does not lead there.
+    """
+    possible: list[Transfer] = ["host"]
+    if trainer_gpu is not None and engine_gpu is not None:
+        possible.insert(0, "ipc" if trainer_gpu == engine_gpu else "nccl")
+    if wanted == "auto":
+        return possible[0]
+    if wanted not in possible:
+        raise MisconfigurationException(
+            f"`rollout.beside.transfer: {wanted}` can't send weights from {place(trainer_gpu)} to"
+            f" {place(engine_gpu)}: `nccl` needs two GPUs, `ipc` one that both share. Set it to one of"
+            f" {['auto', *possible]}."
+        )
+    return wanted
+
+
+def place(gpu: int | None) -> str:
+    """A device in words."""
+    return "the CPU" if gpu is None else f"GPU {gpu}"
+
+
+def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Weights in order, in groups of about ``size`` bytes."""
+    chunk: dict[str, Tensor] = {}
+    for name, weight in weights:
+        chunk[name] = weight.detach()
+        if sum(each.nbytes for each in chunk.values()) >= size:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
+
+
+def describe(chunk: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What vLLM must know of a chunk before it comes."""
+    return {
+        "names": list(chunk),
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in chunk.values()],
+        "shapes": [list(weight.shape) for weight in chunk.values()],
+    }
+
+
+def encode_handles(handles: list[dict[str, Any]]) -> str:
+    """Handles of a GPU's memory as text, for a child of this process alone: reading them runs what they say."""
+    return base64.b64encode(pickle.dumps(handles)).decode()
+
+
+def decode_handles(text: str) -> list[dict[str, Any]]:
+    """What `encode_handles` was given, by the parent of this process."""
+    handles: list[dict[str, Any]] = pickle.loads(base64.b64decode(text))
+    return handles
+
+
+class GPUSender:
+    """The trainer's end of a transfer between GPUs.
+
+    Args:
+        transfer: ``nccl`` or ``ipc``.
+        device: The trainer's GPU.
+    """
+
+    def __init__(self, transfer: Transfer, device: torch.device) -> None:
+        self.transfer = transfer
+        self.device = device
+        self._group: Any = None
+
+    def invitation(self) -> dict[str, Any]:
+        """What the engine's end is started with."""
+        if self.transfer == "ipc":
+            return {}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+
+    def join(self, invitation: dict[str, Any]) -> None:
+        """Meet the engine, which has this invitation. Collective with it."""
+        if self.transfer == "nccl":
+            with torch.cuda.device(self.device):
+                common = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+                self._group = common.trainer_init(invitation)
+
+    def announce(self, chunk: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the engine must know of a chunk; its memory must stay until the engine has answered."""
+        if self.transfer == "nccl":
+            return describe(chunk)
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        reduced = [reduce_tensor(weight) for weight in chunk.values()]  # type: ignore[no-untyped-call]
+        handles = [{uuid: arguments} for _, arguments in reduced]
+        return describe(chunk) | {"ipc_handles": encode_handles(handles)}
+
+    def send(self, chunk: Mapping[str, Tensor]) -> None:
+        """Send a chunk that was announced. Collective with the engine."""
+        if self.transfer == "nccl":
+            for weight in chunk.values():
+                self._group.broadcast(weight, src=0, stream=torch.cuda.current_stream(self.device))
+
+    def on_gpu(self, chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The chunk where it can be sent from."""
+        return {name: weight.to(self.device).contiguous() for name, weight in chunk.items()}
