@@ -37,7 +37,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str], folder: Path, *, code: int = 0) -> str:
     """Waits for the end, which must have this exit code; gives the output."""
     try:
-        process.wait(timeout=400)
+        process.wait(timeout=800)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -41,7 +41,7 @@ def runs(tmp_path_factory, tiny_folder, prompt_file) -> Path:
 
 def wait_for(path: Path, process) -> None:
     """Until the run has written a file."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not path.exists():
         assert process.poll() is None, (path.parent / "output.txt").read_text()[-4000:]
         assert time.monotonic() < deadline
@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_no_process(cluster_address, runs):
     os.killpg(process.pid, signal.SIGINT)
     finish(process, folder, code=128 + signal.SIGINT)
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (left := processes_in(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
