@@ -40,7 +40,11 @@ def add_megatron_adapters(chunks: list[nn.Module], lora: LoraConfig, backbone: P
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 
     if lora.modules_to_save:
-        raise ValueError("`lora.modules_to_save` is not known under `megatron`. Leave it out, or use `fsdp`.")
+        raise ValueError(
+            f"`lora.modules_to_save: {lora.modules_to_save}` can't be trained under `megatron`: Megatron-Bridge's LoRA"
+            " freezes all but adapters, exports nothing else, and keeps no frozen copy of a module for the reference."
+            " Leave it out and raise `lora.rank`, or train with `fsdp`, and go on from its merged model."
+        )
     adapters = CanonicalLoRA(
         target_modules=megatron_targets(backbone),
         dim=lora.rank,

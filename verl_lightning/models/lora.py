@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +44,11 @@ def has_adapters(backbone: nn.Module) -> bool:
 
 
 def add_adapters(
-    backbone: PreTrainedModel, lora: LoraConfig, *, task_type: Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
+    backbone: PreTrainedModel,
+    lora: LoraConfig,
+    *,
+    task_type: Literal["CAUSAL_LM", "FEATURE_EXTRACTION"],
+    base: Callable[[], str] | None = None,
 ) -> PreTrainedModel:
     """Freeze the weights and put PEFT's adapters beside them, in place.
 
@@ -52,6 +56,7 @@ def add_adapters(
         backbone: A transformers model.
         lora: Which adapters, and where from.
         task_type: What the model is to PEFT, for whoever loads the adapter later.
+        base: Tells the fingerprint of weights that the model does not hold yet; None takes it of those it holds.
 
     Raises:
         ValueError: If a name is no module's, a tied weight would be untied, or ``lora.adapter_path`` does not fit.
@@ -78,7 +83,7 @@ def add_adapters(
             " adapters on those are not supported. Name attention and dense layers only."
         )
     if lora.adapter_path is not None:
-        load_adapter(backbone, lora)
+        load_adapter(backbone, lora, base_fingerprint(backbone) if base is None else base())
     if backbone.device.type != "meta":  # the same model follows with its weights
         rank_zero_info(describe_trainable(backbone))
     return backbone
@@ -143,18 +148,25 @@ def write_adapter(
     save_file(stored, folder / WEIGHTS_FILE, metadata=metadata)
     config = copy.deepcopy(peft_config(backbone))
     config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file each time
     config.save_pretrained(str(folder))  # last: without it no loader accepts the folder
 
 
-def load_adapter(backbone: PreTrainedModel, lora: LoraConfig) -> None:
+def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) -> None:
     """Copy the adapter of ``lora.adapter_path`` into the adapters of a model.
+
+    Args:
+        backbone: A transformers model with adapters.
+        lora: Which adapters, and where from.
+        fingerprint: Of the base, from `base_fingerprint`.
 
     Raises:
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
     """
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(backbone, read_adapter(backbone, lora, base_fingerprint(backbone)))
+    set_peft_model_state_dict(backbone, read_adapter(backbone, lora, fingerprint))
 
 
 def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) -> dict[str, Tensor]:

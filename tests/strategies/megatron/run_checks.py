@@ -349,6 +349,7 @@ def refusals(bench: Bench) -> Any:
         },
         "another rank": {"lora": LoraConfig(rank=8, alpha=8.0, adapter_path=adapter)},
         "one of q, k and v": {"lora": LoraConfig(target_modules=["q_proj"])},
+        "a whole module": {"lora": LoraConfig(modules_to_save=["norm"])},
     }
     told = {}
     for name, actor in cases.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -56,7 +57,9 @@ def test_exported_folders_hold_the_weights(folder, tensor_parallel):
     actor = AutoModelForCausalLM.from_pretrained(folder / "actor" / "last", dtype=torch.float32)
     for name, weight in actor.named_parameters():
         assert torch.equal(weight, trained[f"actor.{name}"]), name
-    assert (folder / "critic" / "last" / "value_head.safetensors").is_file()
+    head = load_file(folder / "critic" / "last" / "value_head.safetensors")
+    assert torch.equal(head["weight"], trained["critic.value_head"])
+    assert head["weight"].any()
 
 
 def test_the_adapter_folder_and_the_merged_weights_are_one_model(folder, tensor_parallel):

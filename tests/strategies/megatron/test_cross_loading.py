@@ -16,14 +16,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.callbacks.saved_runs import LORA, STEPS, logits_with, run_sft
 from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.megatron.run_checks import scored_batch
 from verl_lightning.export import main as export
+from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.megatron.portable import read_portable
 
-pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.backend,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
 
 TOKENS = scored_batch().input_ids
 LOADERS = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
@@ -74,10 +80,8 @@ def test_megatron_takes_the_weights_of_others(folder, tensor_parallel, tmp_path,
 
 def torch_state(path: Path) -> dict[str, Tensor]:
     """The weights in a checkpoint of `auto` or `fsdp`."""
-    from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
-
     checkpoint = read_whole(path, weights_only=True) if is_sharded(path) else torch.load(path)
-    return {name.removeprefix("policy.backbone."): w for name, w in checkpoint["state_dict"].items()}
+    return {name.removeprefix("actor.backbone."): w for name, w in checkpoint["state_dict"].items()}
 
 
 def merged_state(folder: Path, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -160,6 +164,34 @@ def test_a_checkpoint_is_exported_as_its_run_wrote_it(folder, tensor_parallel, t
         assert_close(load_file(written / file.name), load_file(file), rtol=0, atol=atol)
 
 
+def test_a_critic_is_exported_with_its_head(folder, tensor_parallel, tmp_path):
+    model = {"path": str(folder / "model")}
+    config = tmp_path / "config.yaml"
+    settings = {"model": {"init_args": {"actor": model, "critic": {"model": model}}}}
+    config.write_text(yaml.safe_dump(settings))
+
+    words = ["--ckpt_path", folder / "whole" / "step=4.ckpt", "--config", config, "--to", "hf", "--role", "critic"]
+    export([*map(str, words), "--output", str(tmp_path / "out")])
+
+    trained = tensor_parallel["resume"]["whole"]["weights"]
+    head = load_file(tmp_path / "out" / "value_head.safetensors")["weight"]
+    assert_close(head, trained["critic.value_head"], rtol=0, atol=0)
+    for name, weight in AutoModel.from_pretrained(tmp_path / "out").named_parameters():
+        assert_close(weight.detach(), trained[f"critic.{name}"], rtol=0, atol=0)
+
+
+def test_a_pipelines_checkpoint_is_taken_apart(folder, pipeline_parallel):
+    """Two models whose layers lie on two stages."""
+    state = read_portable(folder / "resharded" / "step=4.ckpt", weights_only=True)["state_dict"]
+
+    trained = pipeline_parallel["reshard"]["weights"]
+    head = trained.pop("critic.value_head")
+    assert_close(state["critic.value_head.weight"], head, rtol=0, atol=0)
+    for name, weight in trained.items():
+        role, _, rest = name.partition(".")
+        assert_close(state[f"{role}.backbone.{rest}"], weight, rtol=0, atol=0)
+
+
 def test_a_checkpoint_holds_adapters_alone(folder, tensor_parallel):
     """A weight, AdamW's own copy of it and its two moments."""
     stored = FileSystemReader(folder / "megatron-lora" / f"step={STEPS}.ckpt").read_metadata().state_dict_metadata
@@ -173,3 +205,4 @@ def test_adapters_that_do_not_fit_are_refused(tensor_parallel):
     assert "was trained on another base than `path:" in told["another base"]
     assert "has rank 4, but `lora.rank` is 8. Set `lora.rank: 4`" in told["another rank"]
     assert "`lora.target_modules` names `q_proj` but not `k_proj`" in told["one of q, k and v"]
+    assert "`lora.modules_to_save: ['norm']` can't be trained under `megatron`" in told["a whole module"]
