@@ -85,8 +85,8 @@ class PassTimer(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SFTModule)
-        batch = make_experience(self.arguments, pl_module, trainer.global_rank)
         contract, model = pl_module.contract, pl_module.policy
+        batch = make_experience(self.arguments, pl_module, contract.data_parallel_rank)
         self.lengths = batch.attention_mask.sum(-1).tolist()
         splitter = BatchSplitter(contract=contract, micro_batch_size=8, max_tokens=self.arguments.max_tokens)
         (split,) = splitter.split(model, [batch])
@@ -158,18 +158,35 @@ def measure(arguments: argparse.Namespace, *, packing: Any, checkpointing: bool)
     )
     module = SFTModule(config)
     shape = AutoConfig.from_pretrained(arguments.model)
-    trainer.fit(module, random_batches(shape.vocab_size, 64, 1))
-    return summarize(timer, module, shape, packing=packing, checkpointing=checkpointing, devices=trainer.world_size)
+    trainer.fit(module, random_batches(shape.vocab_size, 64, 1, sharing=arguments.sequence_parallel))
+    return summarize(
+        timer,
+        module,
+        shape,
+        packing=packing,
+        checkpointing=checkpointing,
+        devices=trainer.world_size,
+        sharing=arguments.sequence_parallel,
+    )
 
 
 def summarize(
-    timer: PassTimer, module: SFTModule, shape: Any, *, packing: str, checkpointing: bool, devices: int
+    timer: PassTimer,
+    module: SFTModule,
+    shape: Any,
+    *,
+    packing: str,
+    checkpointing: bool,
+    devices: int,
+    sharing: int,
 ) -> Result:
-    """Speeds and shares of the peak; ranks are taken to have as many tokens as rank 0."""
+    """Speeds and shares of the peak; ranks are taken to have as many tokens as rank 0, which ``sharing`` share."""
     parameters = sum(parameter.numel() for parameter in module.parameters())
     pairs = 12 * shape.num_hidden_layers * shape.hidden_size
     flops = sum(length * (6 * parameters + pairs * length) for length in timer.lengths)
-    tokens, update, log_prob = sum(timer.lengths) * devices, timer.seconds["update"], timer.seconds["log_prob"]
+    flops /= sharing
+    tokens = sum(timer.lengths) * devices // sharing
+    update, log_prob = timer.seconds["update"], timer.seconds["log_prob"]
     return Result(
         packing=packing,
         checkpointing=checkpointing,
@@ -190,6 +207,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/qwen3-0.6b-random"), help="folder; made if absent")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share each sequence, under `fsdp`")
     parser.add_argument("--sequences", type=int, default=16, help="of the mini-batch on one rank")
     parser.add_argument("--length", type=int, default=8192, help="longest prompt and response, in tokens")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")

@@ -5,9 +5,9 @@ On one to four GPUs, from the root of the repository::
     python benchmarks/fsdp_sft.py --devices 1 --out results.json
 
 Trains a randomly initialised model of Qwen3-0.6B's shape on random tokens: float32 weights, bfloat16 compute, two
-sequences a step and device, with and without recomputing all activations. Model FLOPs are counted as
-``6 * parameters + 12 * layers * heads * (hidden / heads) * length`` a token, as published figures do, over the H100's
-989 TFLOP/s in bfloat16.
+sequences a step and device (or ranks that share them), with and without recomputing all activations. Model FLOPs are
+counted as ``6 * parameters + 12 * layers * heads * (hidden / heads) * length`` a token, as published figures do, over
+the H100's 989 TFLOP/s in bfloat16.
 """
 
 from __future__ import annotations
@@ -203,9 +203,9 @@ def now() -> float:
     return time.perf_counter()
 
 
-def random_batches(vocab_size: int, length: int, count: int) -> DataLoader[TokenBatch]:
-    """Two sequences each, of which every token but the first is learnt."""
-    generator = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
+def random_batches(vocab_size: int, length: int, count: int, *, sharing: int = 1) -> DataLoader[TokenBatch]:
+    """Two sequences each, of which every token but the first is learnt; ``sharing`` ranks have the same."""
+    generator = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", "0")) // sharing)
     ids = torch.randint(0, vocab_size, (count, 2, length), generator=generator)
     mask = torch.ones(2, length, dtype=torch.bool)
     lengths = (RowLength(length, length - 1),) * 2
@@ -245,9 +245,15 @@ def flops_per_token(model: torch.nn.Module, config: Any, length: int) -> float:
 
 def chosen_strategy(arguments: argparse.Namespace) -> Any:
     """What ``--strategy`` names, with the options of `fsdp` where they apply."""
+    if arguments.strategy != "fsdp" and arguments.sequence_parallel > 1:
+        raise SystemExit("`--sequence-parallel` needs `--strategy fsdp`.")
     if arguments.strategy == "auto":
         return "auto"
-    options = {"compile": arguments.compile, "reshard_after_forward": arguments.reshard}
+    options = {
+        "compile": arguments.compile,
+        "reshard_after_forward": arguments.reshard,
+        "sequence_parallel_size": arguments.sequence_parallel,
+    }
     return STRATEGIES[arguments.strategy](**options if arguments.strategy == "fsdp" else {})
 
 
@@ -287,8 +293,9 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
     )
     module = SFTModule(config)
     shape = AutoConfig.from_pretrained(arguments.model)
-    trainer.fit(module, random_batches(shape.vocab_size, length, timer.num_fit_steps))
-    tokens = 2 * length * trainer.world_size
+    batches = random_batches(shape.vocab_size, length, timer.num_fit_steps, sharing=arguments.sequence_parallel)
+    trainer.fit(module, batches)
+    tokens = 2 * length * trainer.world_size // arguments.sequence_parallel
     speed = tokens / timer.fit_seconds
     if timer.profile is not None:
         show(timer.profile.summary())
@@ -323,6 +330,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/qwen3-0.6b-random"), help="folder; made if absent")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share each sequence, under `fsdp`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens of a sequence")
     parser.add_argument("--checkpointing", choices=["full", "none"], nargs="+", default=["full", "none"])
     parser.add_argument("--steps", type=int, default=10, help="counted steps")
