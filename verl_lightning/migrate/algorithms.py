@@ -53,6 +53,9 @@ LOSSES: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Our class and its options, by verl's keys, for each `loss_mode`."""
 
+LOWEST_RATIO = {"CISPO": 1.0, "PPOClip": 0.999999, "GSPO": 0.999999, "ClipCov": 0.999999}
+"""The largest `clip_low` of losses that clip ratios; above it verl's bound is never met."""
+
 LOSS_OPTIONS = sorted({key for _, options in LOSSES.values() for key in options.values()} | {"clip_ratio"})
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ALGORITHM_DEFAULTS: dict[str, Any] = {
@@ -125,8 +128,10 @@ def translate_loss(verl: VerlConfig) -> Findings:
         if verl_name in CLIPPED.values() and verl[f"{ACTOR}.{verl_name}"] is None:
             source = "clip_ratio"  # as verl does for a bound that is null
         if verl[f"{ACTOR}.{source}"] is not None:
-            value = verl.number(f"{ACTOR}.{source}")
-            yield Setting(key=f"{group}.init_args.{name}", value=value, sources=(f"{ACTOR}.{source}",))
+            key = f"{ACTOR}.{source}"
+            value, most = verl.number(key), LOWEST_RATIO.get(ours, math.inf) if name == "clip_low" else math.inf
+            note = "no lower bound: a ratio is never below 0" if value > most else ""
+            yield Setting(key=f"{group}.init_args.{name}", value=min(value, most), sources=(key,), note=note)
     for name in LOSS_OPTIONS:
         source = f"{ACTOR}.{name}"
         if source in verl.given and name not in options.values():
