@@ -15,6 +15,7 @@ from torch import nn
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.config import ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.local_layers import sequence_parallel_block
 from verl_lightning.strategies.megatron.runtime import has_transformer_engine
 
 if TYPE_CHECKING:
@@ -74,11 +75,10 @@ class ModelSettings:
                 "`megatron.transformer.use_transformer_engine: true`, but `transformer_engine` is not installed."
             )
         uses = has if wanted is None else wanted
-        if not uses and (self.sizes.context > 1 or self.sequence_parallel):
-            option = "context_parallel_size" if self.sizes.context > 1 else "sequence_parallel"
+        if not uses and self.sizes.context > 1:
             raise MisconfigurationException(
-                f"`megatron.{option}` needs TransformerEngine's layers, which are not used. Install"
-                " `transformer-engine`, or leave the option out."
+                f"`megatron.context_parallel_size: {self.sizes.context}` needs TransformerEngine's attention, which is"
+                " not used. Install `transformer-engine`, or leave the option out."
             )
         return uses
 
@@ -138,7 +138,7 @@ def provider_fields(config: ModelConfig, settings: ModelSettings, num_layers: in
         **_layout(settings),
         **_numbers(settings),
         **recompute_fields(config, settings, num_layers),
-        **({} if settings.uses_transformer_engine else _without_transformer_engine()),
+        **({} if settings.uses_transformer_engine else _without_transformer_engine(settings)),
         "perform_initialization": False,
     }
 
@@ -245,13 +245,14 @@ def _whole_layers(method: str, count: int) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
 
 
-def _without_transformer_engine() -> dict[str, Any]:
+def _without_transformer_engine(settings: ModelSettings) -> dict[str, Any]:
     """Megatron's own layers, and none of the fusions that need kernels of TransformerEngine or Apex."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     fusions = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     others = ("persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "cross_entropy_loss_fusion")
-    return dict.fromkeys((*fusions, *others), False) | {"transformer_layer_spec": local_layer_spec}
+    layers = sequence_parallel_block if settings.sequence_parallel else local_layer_spec
+    return dict.fromkeys((*fusions, *others), False) | {"transformer_layer_spec": layers}
 
 
 def checked_overrides(provider: TransformerConfig, options: TransformerOptions) -> dict[str, Any]:

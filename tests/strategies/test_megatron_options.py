@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -72,6 +74,14 @@ def model_settings(transformer: TransformerOptions) -> ModelSettings:
         is_bf16=False,
         device=torch.device("cpu"),
     )
+
+
+def test_contexts_need_transformer_engine_and_shared_columns_do_not():
+    """Megatron's own attention sees one rank's columns; its norms are replaced by ours."""
+    local = dataclasses.replace(model_settings(TransformerOptions()), sequence_parallel=True)
+    assert not local.uses_transformer_engine
+    with pytest.raises(MisconfigurationException, match="`megatron.context_parallel_size: 2` needs TransformerEngine"):
+        assert dataclasses.replace(local, sizes=ParallelSizes(context=2)).uses_transformer_engine
 
 
 def test_an_unknown_precision_is_refused():

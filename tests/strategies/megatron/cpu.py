@@ -45,6 +45,11 @@ def _cpu_for_cuda(device: Any) -> Any:
     return CPU if is_device and torch.device(device).type == "cuda" else device
 
 
+def _as_moved_to_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """What Megatron makes of a CUDA tensor that it moves to the CPU; it leaves one that is there already alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def pretend_cuda() -> None:
     """Take CUDA's part for the rest of the process; does nothing where there is a GPU."""
     if torch.cuda.is_available():
@@ -66,11 +71,13 @@ def pretend_cuda() -> None:
 
     import_megatron()
     import megatron.core.tensor_parallel.random as generators
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     generators._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     generators._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    dispatcher.maybe_move_tensor_to_cpu = _as_moved_to_cpu
     scatter = MegatronParamMapping.scatter_to_tp_ranks
 
     def scatter_contiguous(self: Any, splits: Any, *args: Any, **kwargs: Any) -> Any:

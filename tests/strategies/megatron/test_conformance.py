@@ -1,84 +1,91 @@
-"""Megatron on two processes gives what one process gives under `auto`: data, tensor and pipeline parallel."""
+"""Megatron on two processes gives what one process gives under `auto`, in each layout that CPUs can run."""
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.strategies.conformance import AGGREGATIONS, Bench, launch, run_scenarios
+from tests.strategies.conformance import AGGREGATIONS, Bench, run_scenarios
+from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 
 pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
 
-SCENARIOS = [
-    "grpo_with_kl_and_entropy",
-    "gae_with_own_critic",
-    "gae_with_shared_trunk",
-    "sft",
-    "sft_accumulated",
-    "one_rank_without_rewards",
-    "nothing_to_train_on",
-    "infinite_gradient",
-    "gradients_of_any_cut",
-]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "data parallel, distributed optimizer": {},
-    "data parallel, plain optimizer": {"use_distributed_optimizer": False},
-    "tensor parallel": {"tensor_parallel_size": 2},
-    "pipeline parallel": {"pipeline_parallel_size": 2},
-}
+SCRIPT = Path(__file__).with_name("run_layouts.py")
 TOLERANCES = {"losses": 1e-4, "norms": 1e-3, "counts": 0.0}
+PAIRS = [(name, scenario) for name, layout in LAYOUTS.items() for scenario in layout.scenarios]
 
 
-@pytest.fixture(scope="session")
-def expected(inputs: Path) -> dict[str, Any]:
-    """Results of one process without a strategy of ours."""
-    return dict(run_scenarios(Bench(strategy="auto", devices=1, folder=inputs), SCENARIOS))
+class Runs(NamedTuple):
+    """Results by scenario: of one process for each kind of model, and of two for each layout."""
+
+    expected: dict[str, dict[str, Any]]
+    actual: dict[str, dict[str, Any]]
+
+    def of(self, layout: str, scenario: str) -> tuple[Any, Any]:
+        """What is compared."""
+        return self.expected[LAYOUTS[layout].kind][scenario], self.actual[layout][scenario]
 
 
-@pytest.fixture(scope="session", params=LAYOUTS)
-def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
-    """Results of two processes, all scenarios in one launch; a hang is a failure."""
-    options = ["--options", json.dumps(LAYOUTS[request.param]), "--scenarios", ",".join(SCENARIOS)]
-    return launch("megatron", inputs, *options, timeout=800)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All layouts in one launch; a hang is a failure, and the last line tells the layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_kinds(folder)
+    out = folder / "results.pt"
+    command = [sys.executable, SCRIPT, "--folder", folder, "--out", out]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    expected = {}
+    for kind in ("dense", "deep", "experts"):
+        wanted = {scenario for layout in LAYOUTS.values() if layout.kind == kind for scenario in layout.scenarios}
+        bench = Bench(strategy="auto", devices=1, folder=folder / kind)
+        expected[kind] = dict(run_scenarios(bench, sorted(wanted)))
+    return Runs(expected, torch.load(out))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("kind", TOLERANCES)
-def test_numbers_are_those_of_one_process(expected, actual, scenario, kind):
-    for name, values in expected[scenario][kind].items():
-        others = actual[scenario][kind][name]
-        for value, other in zip(values, others, strict=True):
-            assert (value is None) == (other is None), name
-            if value is not None:
-                assert other == pytest.approx(value, rel=TOLERANCES[kind], abs=1e-6, nan_ok=True), name
+@pytest.mark.parametrize(("layout", "scenario"), PAIRS)
+def test_numbers_are_those_of_one_process(runs, layout, scenario):
+    expected, actual = runs.of(layout, scenario)
+    for kind, tolerance in TOLERANCES.items():
+        for name, values in expected[kind].items():
+            for value, other in zip(values, actual[kind][name], strict=True):
+                assert (value is None) == (other is None), name
+                if value is not None:
+                    assert other == pytest.approx(value, rel=tolerance, abs=1e-6, nan_ok=True), name
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_responses_and_weights_are_those_of_one_process(expected, actual, scenario):
+@pytest.mark.parametrize(("layout", "scenario"), PAIRS)
+def test_responses_and_weights_are_those_of_one_process(runs, layout, scenario):
     """Weights as the rollout engine gets them, in every step, measured over all of them together."""
-    assert actual[scenario]["responses"] == expected[scenario]["responses"]
-    pairs = zip(expected[scenario]["weight_change"], actual[scenario]["weight_change"], strict=True)
-    for change, other in pairs:
+    expected, actual = runs.of(layout, scenario)
+    assert actual["responses"] == expected["responses"]
+    for change, other in zip(expected["weight_change"], actual["weight_change"], strict=True):
         assert change.keys() == other.keys()
         flat, other_flat = (torch.cat([part[name].flatten() for name in sorted(part)]) for part in (change, other))
         assert (flat - other_flat).norm() <= 1e-3 * flat.norm()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_gradient_does_not_depend_on_micro_batches(expected, actual, aggregation):
-    loss, norm = expected["gradients_of_any_cut"]["measured"][f"{aggregation}, 16x1"]
+def test_the_gradient_does_not_depend_on_micro_batches(runs, layout, aggregation):
+    expected, actual = runs.of(layout, "gradients_of_any_cut")
+    loss, norm = expected["measured"][f"{aggregation}, 16x1"]
     for cut in ("16x1", "4x4", "uneven"):
-        other_loss, other_norm = actual["gradients_of_any_cut"]["measured"][f"{aggregation}, {cut}"]
+        other_loss, other_norm = actual["measured"][f"{aggregation}, {cut}"]
         assert other_loss == pytest.approx(loss, rel=1e-5)
         assert other_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_an_infinite_gradient_is_skipped_and_counted(actual):
-    results = actual["infinite_gradient"]
+@pytest.mark.parametrize("layout", [name for name, of in LAYOUTS.items() if "infinite_gradient" in of.scenarios])
+def test_an_infinite_gradient_is_skipped_and_counted(runs, layout):
+    _, results = runs.of(layout, "infinite_gradient")
     assert results["counts"]["actor/skipped_updates"] == [0.0, 2.0, 0.0]
     moved = [any(change.any() for change in step.values()) for step in results["weight_change"]]
     assert moved == [True, False, True]

@@ -1,0 +1,87 @@
+"""The layouts of two processes in which Megatron is compared with one, what runs in each, and the models for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.strategies.conformance import write_inputs
+from tests.tiny import tiny_model, tiny_tokenizer
+
+Kind = Literal["dense", "deep", "experts"]
+SCENARIOS = [
+    "grpo_with_kl_and_entropy",
+    "gae_with_own_critic",
+    "gae_with_shared_trunk",
+    "sft",
+    "sft_accumulated",
+    "one_rank_without_rewards",
+    "nothing_to_train_on",
+    "infinite_gradient",
+    "gradients_of_any_cut",
+]
+FEWER = ["grpo_with_kl_and_entropy", "gae_with_own_critic", "gae_with_shared_trunk", "sft", "gradients_of_any_cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How two processes share the work."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+
+    kind: Kind = "dense"
+    """Which model."""
+
+    scenarios: list[str] = field(default_factory=lambda: SCENARIOS)
+    """Of `conformance`."""
+
+
+LAYOUTS: dict[str, Layout] = {
+    "data parallel, distributed optimizer": Layout(),
+    "data parallel, plain optimizer": Layout(options={"use_distributed_optimizer": False}),
+    "tensor parallel": Layout(options={"tensor_parallel_size": 2}),
+    "sequence parallel": Layout(options={"tensor_parallel_size": 2, "sequence_parallel": True}, scenarios=FEWER),
+    "pipeline parallel": Layout(options={"pipeline_parallel_size": 2}),
+    "virtual pipeline": Layout(
+        options={"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, kind="deep", scenarios=FEWER
+    ),
+    "expert parallel": Layout(options={"expert_parallel_size": 2}, kind="experts", scenarios=FEWER),
+}
+
+
+def write_kinds(folder: Path) -> None:
+    """The model and the data of each kind, in a folder of its name."""
+    for kind in ("dense", "deep", "experts"):
+        write_inputs(folder / kind)
+    tiny_model(num_layers=4).save_pretrained(folder / "deep" / "model")
+    expert_model().save_pretrained(folder / "experts" / "model")
+
+
+def expert_model() -> Qwen3MoeForCausalLM:
+    """A mixture of four experts, of which each token meets two, for the tiny tokenizer."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3MoeForCausalLM(config)
