@@ -61,6 +61,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "init_args": {
                 "train_files": str(folder / "prompts.jsonl"),
                 "prompts_per_step": arguments.prompts,
+                "val_batch_size": arguments.prompts,
                 "max_prompt_length": arguments.prompt_length,
             },
         },
