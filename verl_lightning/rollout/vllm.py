@@ -6,10 +6,12 @@ One engine a process, or one that some processes share by tensor parallelism.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +24,14 @@ from torch import Tensor, nn
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.types import Rollout
 
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
+
+STUCK_SECONDS = 120.0
+"""How long after its deadline a call of vLLM counts as stuck; more than a parent's patience with a child."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks of adapters that vLLM can be told."""
@@ -68,13 +74,14 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones."""
         llm = self._running
-        self._wake_weights()
-        if self._device.type == "cuda":
-            llm.apply_model(lambda model: len(model.load_weights(weights)))
-        else:  # vLLM repacks weights for CPUs, which a plain `load_weights` can't write into
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-            llm.apply_model(repack_output_heads)
-        self._wake_cache()
+        with self._watch("vLLM or the ranks that send it weights did not finish `load_weights`"):
+            self._wake_weights()
+            if self._device.type == "cuda":
+                llm.apply_model(lambda model: len(model.load_weights(weights)))
+            else:  # vLLM repacks weights for CPUs, which a plain `load_weights` can't write into
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+                llm.apply_model(repack_output_heads)
+            self._wake_cache()
 
     def join_trainer(self, invitation: dict[str, Any]) -> None:
         """Meet the trainer for vLLM's own transfer of weights. Collective with `GPUSender.join`."""
@@ -136,7 +143,8 @@ class VLLMEngine:
         """Give weights and cache back to the device until they are loaded next; does nothing on a CPU."""
         if self._device.type == "cuda":
             # Weights that are sent anew are forgotten; a base that is not waits in the host's memory.
-            self._running.sleep(level=2 if self.config.lora_rank is None else 1)
+            with self._watch("vLLM did not finish `sleep`"):
+                self._running.sleep(level=2 if self.config.lora_rank is None else 1)
             self._is_asleep = True
 
     @torch.no_grad()
@@ -147,7 +155,8 @@ class VLLMEngine:
             ValueError: If the longest prompt and its response don't fit into `max_model_len`, or if a CPU is to sample
                 with speculation.
             RuntimeError: If the engine is asleep.
-            TimeoutError: If some responses are not finished after `deadline` seconds.
+            TimeoutError: If some responses are not finished after `deadline` seconds. A hang inside one step of vLLM
+                ends the process instead, see `end_if_stuck`.
         """
         answers = dict(self.stream(prompts, sampling))
         completions = [answers[row] for row in range(len(answers))]
@@ -162,15 +171,23 @@ class VLLMEngine:
         asked, own = (prompts, slice(0, len(prompts))) if self.config.tensor_parallel_size == 1 else gather(prompts)
         first, last = own.start * sampling.num_samples, own.stop * sampling.num_samples
         engine, late = self._running.llm_engine, self._add_requests(asked, sampling)
-        start = time.monotonic()
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                row = late.pop(output.request_id)
-                if first <= row < last:
-                    yield row - first, _completion(output.outputs[0])
-            if late and time.monotonic() - start > self.config.deadline:
-                engine.abort_request(list(late))
-                raise TimeoutError(late_message(asked, late.values(), self.config.deadline))
+        start, num_steps = time.monotonic(), 0
+        late_now = functools.partial(late_message, asked, late.values(), self.config.deadline)
+        with self._watch(lambda: f"step {num_steps} of vLLM did not return. {late_now()}"):
+            while engine.has_unfinished_requests():
+                num_steps += 1
+                for output in engine.step():
+                    row = late.pop(output.request_id)
+                    if first <= row < last:
+                        yield row - first, _completion(output.outputs[0])
+                if late and time.monotonic() - start > self.config.deadline:
+                    engine.abort_request(list(late))
+                    raise TimeoutError(late_now())
+
+    def _watch(self, culprit: str | Callable[[], str]) -> AbstractContextManager[None]:
+        """Ends the process if vLLM is stuck."""
+        seconds = self.config.deadline + STUCK_SECONDS
+        return end_if_stuck(seconds, (lambda: culprit) if isinstance(culprit, str) else culprit)
 
     def stop(self) -> None:
         """Give back all memory; may be called twice."""

@@ -1,0 +1,45 @@
+"""Ends a process that is stuck inside of a library, where no exception can reach it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STDERR = 2
+
+EXIT_CODE = 70
+"""Of a process that was ended; `EX_SOFTWARE` of BSD's sysexits."""
+
+LAST_SECONDS = 30.0
+"""How much longer a process is left that can't even say why it is stuck."""
+
+
+@contextmanager
+def end_if_stuck(seconds: float, culprit: Callable[[], str]) -> Iterator[None]:
+    """Ends this process, with a message and the stacks of its threads, if the work inside takes longer.
+
+    A library that also keeps Python's lock lets nobody tell who the culprit is: then the stacks alone are written, a
+    little later. Python has one such timer; whoever else set it (`faulthandler.dump_traceback_later`) loses it.
+
+    Args:
+        seconds: How long the work may take.
+        culprit: What is stuck; asked when it is.
+    """
+    timer = threading.Timer(seconds, _end, (culprit,))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + LAST_SECONDS, exit=True, file=STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def _end(culprit: Callable[[], str]) -> None:
+    os.write(STDERR, f"\nThis process is stuck and ends: {culprit()}\n".encode())
+    faulthandler.dump_traceback(STDERR)
+    os._exit(EXIT_CODE)
