@@ -5,9 +5,9 @@ On 1, 2 or 4 GPUs, from the root of the repository::
     python benchmarks/megatron_check.py --devices 2 --out results.json
 
 A check trains a small random Qwen3 (or a mixture of experts) on fixed chats of unequal lengths for five steps, in
-bfloat16 and float32, and compares losses and gradient norms with those of one process; the weights after training are
-compared too. Speed is measured as `fsdp_sft.py` does. Each layout runs in processes of its own; one that fails is
-reported, and the others go on.
+bfloat16 and float32, and compares losses, gradient norms and scores with those of one process. Speed is measured as
+`fsdp_sft.py` does, of Qwen3-0.6B's shape. All checks share one launch, since a start is dear; a case that fails or
+takes longer than `--timeout` is told of with the place where each rank was, and a new launch goes on with the others.
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_sft import PEAK_FLOPS, StepTimer, quiet_trainer, random_batches, show, write_model
+from fsdp_sft import PEAK_FLOPS, StepTimer, quiet_trainer, show, write_model
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typing_extensions import override
+from watched import Case, Diary, run_cases
 
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
-from verl_lightning.types import TokenBatch
+from verl_lightning.types import RowLength, TokenBatch
 
 TOLERANCES = {"bf16-mixed": {"loss": 1e-3, "norm": 1e-2}, "32-true": {"loss": 1e-4, "norm": 1e-3}}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -48,6 +46,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "DP2, overlap": {"ddp": OVERLAP},
         "TP2": {"tensor_parallel_size": 2},
         "TP2, sequence parallel": {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "TP2, sequence parallel, local layers": {"tensor_parallel_size": 2, "sequence_parallel": True} | LOCAL,
         "PP2": {"pipeline_parallel_size": 2},
         "PP2, virtual 2": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
         "CP2": {"context_parallel_size": 2},
@@ -59,6 +58,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 x CP2": {"tensor_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
         "CP2 x DP2": {"context_parallel_size": 2},
         "PP2 x DP2, recompute": {"pipeline_parallel_size": 2, "transformer": {"recompute": "full"}},
+        "EP2 x TP2": {"expert_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
     },
 }
 SPEED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,61 +67,90 @@ SPEED: dict[str, tuple[str, dict[str, Any]]] = {
     "megatron, TP2": ("megatron", {"tensor_parallel_size": 2, "sequence_parallel": True, "ddp": OVERLAP}),
     "megatron, PP2": ("megatron", {"pipeline_parallel_size": 2, "micro_batch_size": 1}),
 }
+KINDS = ("dense", "experts")
+RUNS = (("bf16-mixed", "auto"), ("bf16-mixed", "never"), ("32-true", "never"))
+"""Precision and packing of checks."""
+
 STEPS = 5
 
 
-class FixedChats(LightningDataModule):
-    """Eight sequences of unequal lengths a step, shared among data-parallel ranks by position."""
+class Chats(LightningDataModule):
+    """Token batches shared among data-parallel ranks by position.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        steps: Batches.
+        rows: Sequences of a batch, of all ranks.
+        length: Tokens of the longest.
+        vocab_size: Token ids are below it.
+        shortest: Tokens of the shortest.
+    """
+
+    def __init__(self, *, steps: int, rows: int, length: int, vocab_size: int, shortest: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(5, vocab_size, (STEPS, 8, 192), generator=generator)
-        self.lengths = torch.randint(40, 193, (STEPS, 8), generator=generator)
+        self.ids = torch.randint(5, vocab_size, (steps, rows, length), generator=generator)
+        self.lengths = torch.randint(shortest, length + 1, (steps, rows), generator=generator)
 
     @override
     def train_dataloader(self) -> DataLoader[TokenBatch]:
         assert self.trainer is not None
         contract = self.trainer.lightning_module.contract  # type: ignore[union-attr, operator]
-        ranks, rank = contract.data_parallel_size, contract.data_parallel_rank
-        rows = [self._batch(step, slice(rank, None, ranks)) for step in range(STEPS)]
-        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+        own = slice(contract.data_parallel_rank, None, contract.data_parallel_size)
+        return DataLoader([self.batch(step, own) for step in range(len(self.ids))], batch_size=None)  # type: ignore[arg-type]
 
-    def _batch(self, step: int, rows: slice) -> TokenBatch:
+    def batch(self, step: int, rows: slice) -> TokenBatch:
+        """Some rows of a step."""
         ids, lengths = self.ids[step, rows], self.lengths[step, rows]
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        return TokenBatch(input_ids=torch.where(mask, ids, 0), attention_mask=mask, response_mask=mask[:, 1:])
+        return TokenBatch(
+            input_ids=torch.where(mask, ids, 0),
+            attention_mask=mask,
+            response_mask=mask[:, 1:],
+            row_lengths=tuple(RowLength(n, n - 1) for n in lengths.tolist()),
+        )
 
 
 class Record(Callback):
-    """Losses, norms and, at the end, all weights and one batch's scores."""
+    """Losses, norms, names of all weights and one batch's scores; says in the diary how far the run has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.weights: dict[str, Tensor] = {}
-        self.scores: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self.scores: dict[str, list[float]] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.diary.say("process groups; model next")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.diary.say("model built; optimizer next")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SFTModule)
-        batch = trainer.datamodule._batch(0, slice(0, 4)).to(pl_module.device)  # type: ignore[attr-defined]
+        self.diary.say("optimizer; first scores next")
+        batch = trainer.datamodule.batch(0, slice(0, 4)).to(pl_module.device)  # type: ignore[attr-defined]
         (scores,) = pl_module.contract.forward(pl_module.policy, [batch], with_entropy=True)
-        assert scores.log_probs is not None
-        assert scores.entropy is not None
         mask = batch.response_mask
-        self.scores = {"log_probs": scores.log_probs[mask].cpu(), "entropy": scores.entropy[mask].cpu()}
+        for name in ("log_probs", "entropy"):
+            self.scores[name] = getattr(scores, name)[mask].tolist()
+        self.diary.say("first scores; steps next")
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
         self.norms.append(float(trainer.callback_metrics["train/grad_norm"]))
+        self.diary.say(f"step {len(self.losses)}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SFTModule)
         weights = pl_module.contract.named_weights(pl_module.policy)
-        self.weights = {name: weight.float().cpu() for name, weight in weights}
+        self.names = sorted(name for name, _ in weights)
+        self.diary.say("weights exported; teardown next")
 
 
 def write_small_model(folder: Path, *, experts: bool) -> None:
@@ -145,151 +174,147 @@ def write_small_model(folder: Path, *, experts: bool) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def make_strategy(name: str, options: dict[str, Any]) -> Any:
+def make_strategy(case: Case, timeout: float) -> Any:
     """A strategy from plain options, as the command line would make it."""
+    name, options = case["strategy"], dict(case["options"])
     if name == "auto":
         return "auto"
     if name == "megatron":
         from verl_lightning.strategies.megatron.config import DataParallelConfig, TransformerOptions
 
-        options = {**options, "timeout": 120.0}
         options["ddp"] = DataParallelConfig(**options.get("ddp", {}))
         options["transformer"] = TransformerOptions(**options.get("transformer", {}))
-    return STRATEGIES[name](**options)
+    return STRATEGIES[name](**options, timeout=2 * timeout)  # a hang is to be seen from outside, where it is
 
 
-def check(arguments: argparse.Namespace, strategy: str, options: dict[str, Any], devices: int) -> dict[str, Any]:
+def check(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, Any]:
     """Five steps of SFT."""
     seed_everything(0, verbose=False)
-    record = Record()
+    record = Record(diary)
     trainer = quiet_trainer(
         arguments,
-        make_strategy(strategy, options),
+        make_strategy(case, arguments.timeout),
         record,
-        devices=devices,
-        precision=arguments.precision,
+        devices=case["devices"],
+        precision=case["precision"],
         max_steps=STEPS,
     )
-    config = ModelConfig(path=str(arguments.model), optim=OptimConfig(lr=1e-4, eps=1e-5), packing=arguments.packing)
+    config = ModelConfig(path=case["model"], optim=OptimConfig(lr=1e-4, eps=1e-5), packing=case["packing"])
     module = SFTModule(config)
-    trainer.fit(module, datamodule=FixedChats(4000))
-    return {
-        "losses": record.losses,
-        "norms": record.norms,
-        "weights": record.weights,
-        "scores": record.scores,
-        "packs": module.policy.packs,
-    }
+    trainer.fit(module, datamodule=Chats(steps=STEPS, rows=8, length=192, vocab_size=4000, shortest=40))
+    names = ("losses", "norms", "names", "scores")
+    return {name: getattr(record, name) for name in names} | {"packs": module.policy.packs}
 
 
-def speed(arguments: argparse.Namespace, strategy: str, options: dict[str, Any], devices: int) -> dict[str, Any]:
+def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, Any]:
     """Tokens a second inside `fit`; two sequences a step and data-parallel rank."""
     torch.set_float32_matmul_precision("high")
-    timer = StepTimer(warmup=4, steps=8, profiles=False)
-    length = arguments.length
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    timer, length, devices = StepTimer(warmup=4, steps=8, profiles=False), arguments.length, case["devices"]
     trainer = quiet_trainer(
         arguments,
-        make_strategy(strategy, options),
+        make_strategy(case, arguments.timeout),
         timer,
         devices=devices,
         precision="bf16-mixed",
         max_steps=timer.num_fit_steps,
     )
-    config = ModelConfig(path=str(arguments.model), optim=OptimConfig(lr=1e-5))
-    shape = AutoConfig.from_pretrained(arguments.model)
-    module = SFTModule(config)
-    trainer.fit(module, random_batches(shape.vocab_size, length, timer.num_fit_steps))
-    sizes = (options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "context"))
-    tokens = 2 * length * devices // math.prod(sizes)
+    config, shape = (
+        ModelConfig(path=case["model"], optim=OptimConfig(lr=1e-5)),
+        AutoConfig.from_pretrained(case["model"]),
+    )
+    rows = (
+        2
+        * devices
+        // math.prod(case["options"].get(f"{k}_parallel_size", 1) for k in ("tensor", "pipeline", "context"))
+    )
+    chats = Chats(steps=timer.num_fit_steps, rows=rows, length=length, vocab_size=shape.vocab_size, shortest=length)
+    diary.say("made; fit next")
+    trainer.fit(SFTModule(config), datamodule=chats)
     parameters = sum(p.numel() for p in build_skeleton(config, "policy", trainable=True).parameters())
     per_token = 6 * parameters + 12 * shape.num_hidden_layers * shape.hidden_size * length
-    rate = tokens / timer.fit_seconds
+    rate = rows * length / timer.fit_seconds
     return {
         "tokens_per_second": round(rate, 1),
-        "bare_tokens_per_second": round(tokens / timer.bare_seconds, 1),
+        "bare_tokens_per_second": round(rows * length / timer.bare_seconds, 1),
         "mfu": round(rate * per_token / devices / PEAK_FLOPS, 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
         "loss": round(timer.loss, 4),
     }
 
 
-def run_one(arguments: argparse.Namespace) -> None:
-    """What a child process does: one layout."""
+def run_child(arguments: argparse.Namespace) -> None:
+    """What a child does on each of its ranks: the cases of its folder."""
+    diary = Diary(arguments.folder)
     if arguments.accelerator == "cpu":
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from tests.strategies.megatron.cpu import pretend_cuda
 
         pretend_cuda()
-    work = speed if arguments.job == "speed" else check
-    result = work(arguments, arguments.strategy, json.loads(arguments.options), arguments.devices)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        torch.save(result, arguments.out)
+    works = {"check": check, "speed": speed}
+    cases = json.loads((arguments.folder / "cases.json").read_text())
+    diary.work(cases, lambda case: works[case["job"]](arguments, diary, case), timeout=arguments.timeout)
 
 
-def child(arguments: argparse.Namespace, job: str, strategy: str, options: dict[str, Any], **flags: Any) -> Any:
-    """One layout in processes of its own: its result, or the end of what it said."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.pt"
-        words = {"job": job, "strategy": strategy, "options": json.dumps(options), "out": out} | flags
-        words |= {"accelerator": arguments.accelerator, "length": arguments.length}
-        command = [sys.executable, __file__, *[str(w) for k, v in words.items() for w in (f"--{k}", v)]]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
-        except subprocess.TimeoutExpired:
-            return f"took more than {arguments.timeout} s"
-        return torch.load(out, weights_only=True) if out.exists() else run.stderr[-1500:]
+def launch(arguments: argparse.Namespace, cases: dict[str, Case], place: str) -> dict[str, dict[str, Any]]:
+    """Results of cases in processes of their own."""
+    flags = {"accelerator": arguments.accelerator, "length": arguments.length, "timeout": arguments.timeout}
+    command = [sys.executable, __file__, *[str(w) for k, v in flags.items() for w in (f"--{k}", v)]]
+    return run_cases(command, cases, arguments.work / place, timeout=arguments.timeout)
 
 
-def compare(expected: dict[str, Any], actual: Any, precision: str) -> dict[str, Any]:
+def compare(expected: dict[str, Any], actual: dict[str, Any], precision: str) -> dict[str, Any]:
     """Largest relative differences, and whether they are small enough."""
-    if isinstance(actual, str):
-        return {"passes": False, "error": actual}
-    tolerance = TOLERANCES[precision]
-    loss = max(abs(a - b) / abs(b) for a, b in zip(actual["losses"], expected["losses"], strict=True))
-    norm = max(abs(a - b) / abs(b) for a, b in zip(actual["norms"], expected["norms"], strict=True))
-    names_agree = actual["weights"].keys() == expected["weights"].keys()
+    if "error" in actual:
+        return {"passes": False, **actual}
+    result, reference, tolerance = actual["result"], expected["result"], TOLERANCES[precision]
+    worst = {
+        kind: max(abs(a - b) / abs(b) for a, b in zip(result[kind], reference[kind], strict=True))
+        for kind in ("losses", "norms")
+    }
+    apart = {name: difference(result["scores"][name], reference["scores"][name]) for name in ("log_probs", "entropy")}
+    names_agree = result["names"] == reference["names"]
     return {
-        "passes": loss <= tolerance["loss"] and norm <= tolerance["norm"] and names_agree,
-        "loss": float(f"{loss:.2e}"),
-        "norm": float(f"{norm:.2e}"),
-        "log_probs": float(f"{difference(actual['scores'], expected['scores'], 'log_probs'):.2e}"),
-        "entropy": float(f"{difference(actual['scores'], expected['scores'], 'entropy'):.2e}"),
+        "passes": worst["losses"] <= tolerance["loss"] and worst["norms"] <= tolerance["norm"] and names_agree,
+        **{name: float(f"{value:.2e}") for name, value in (worst | apart).items()},
         "names_agree": names_agree,
-        "packs": actual["packs"],
-        "losses": [round(value, 5) for value in actual["losses"]],
+        "packs": result["packs"],
+        "seconds": actual["seconds"],
     }
 
 
-def difference(actual: dict[str, Tensor], expected: dict[str, Tensor], name: str) -> float:
+def difference(actual: list[float], expected: list[float]) -> float:
     """Mean absolute one."""
-    return float((actual[name] - expected[name]).abs().mean())
+    return float((torch.tensor(actual) - torch.tensor(expected)).abs().mean())
 
 
 def check_layouts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Each layout against `auto`, in each precision."""
-    results: dict[str, Any] = {}
-    folder = Path(tempfile.gettempdir())
-    for experts in (False, True):
-        model = folder / ("megatron-check-moe" if experts else "megatron-check-dense")
-        write_small_model(model, experts=experts)
-        for precision, packing in (("bf16-mixed", "auto"), ("bf16-mixed", "never"), ("32-true", "never")):
-            flags = {"model": model, "precision": precision, "packing": packing}
-            chosen = {
-                name: options
-                for name, options in LAYOUTS[arguments.devices].items()
-                if arguments.only in name and ("EP" in name) == experts and (packing == "auto" or "CP" not in name)
-            }
-            if not chosen:
-                continue
-            reference = {**flags, "packing": "never"}
-            expected = child(arguments, "check", "auto", {}, **reference, devices=1)
-            if isinstance(expected, str):
-                raise RuntimeError(f"the reference failed: {expected}")
-            for name, options in chosen.items():
-                actual = child(arguments, "check", "megatron", options, **flags, devices=arguments.devices)
-                key = f"{name} | {precision} | packing {packing}"
-                results[key] = compare(expected, actual, precision)
-                show(f"{key}: {json.dumps(results[key])}")
+    """Each layout against `auto`, in each precision, packed and not."""
+    references: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
+    for kind in KINDS:
+        model = arguments.work / kind
+        for precision, packing in RUNS:
+            base = {"job": "check", "model": str(model), "precision": precision}
+            for name, options in LAYOUTS[arguments.devices].items():
+                fits = ("EP" in name) == (kind == "experts") and (packing == "auto" or "CP" not in name)
+                if fits and arguments.only in name:
+                    write_small_model(model, experts=kind == "experts")
+                    plain = {"strategy": "auto", "options": {}, "devices": 1, "packing": "never"}
+                    references[f"{kind} | {precision}"] = base | plain
+                    ours = {"strategy": "megatron", "options": options, "devices": arguments.devices}
+                    cases[f"{name} | {precision} | packing {packing}"] = base | ours | {"packing": packing}
+    expected = launch(arguments, references, "references")
+    actual = launch(arguments, cases, "layouts")
+    results = {}
+    for name, case in cases.items():
+        reference = expected[f"{Path(case['model']).name} | {case['precision']}"]
+        if "error" in reference:
+            raise RuntimeError(f"the reference failed: {reference['error']}")
+        results[name] = compare(reference, actual[name], case["precision"])
+        show(f"{name}: {json.dumps(results[name])}")
     return results
 
 
@@ -298,9 +323,11 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
     model = Path(tempfile.gettempdir()) / "qwen3-0.6b-random"
     write_model(model)
     results: dict[str, Any] = {}
-    for name, (strategy, options) in SPEED.items():
+    for index, (name, (strategy, options)) in enumerate(SPEED.items()):
         if arguments.devices > 1 or "2" not in name:
-            results[name] = child(arguments, "speed", strategy, options, model=model, devices=arguments.devices)
+            case = {"job": "speed", "strategy": strategy, "options": options, "model": str(model)}
+            told = launch(arguments, {name: case | {"devices": arguments.devices}}, f"speed{index}")[name]
+            results[name] = told.get("result", told)
             show(f"{name}: {json.dumps(results[name])}")
     return results
 
@@ -308,25 +335,28 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Check, measure, and write what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="1, 2 or 4")
+    parser.add_argument("--devices", type=int, default=1, choices=list(LAYOUTS))
     parser.add_argument("--only", default="", help="layouts with this in their names")
     parser.add_argument("--skip", choices=["check", "speed"], nargs="*", default=[])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence, for speed")
     parser.add_argument("--accelerator", default="gpu")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for one layout")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one case, its start left out")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    for internal in ("job", "strategy", "options", "precision", "packing"):
-        parser.add_argument(f"--{internal}", help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", type=Path, help="keeps models, diaries, stacks and output; a temporary folder if absent"
+    )
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.job is not None:
-        run_one(arguments)
+    if arguments.folder is not None:
+        run_child(arguments)
         return
+    arguments.work = Path(tempfile.mkdtemp(prefix="megatron-check-", dir=arguments.work))
     packages = ("torch", "megatron-core", "megatron-bridge", "transformers", "lightning")
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "devices": arguments.devices,
         "versions": {name: importlib.metadata.version(name) for name in packages},
+        "work": str(arguments.work),
     }
     for name, work in {"check": check_layouts, "speed": measure_speed}.items():
         if name not in arguments.skip:
