@@ -313,6 +313,11 @@ class DataParallelMixin(PostTrainingStrategy):
         return None
 
     @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this rank sees, as Lightning asks for it."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
     @override
     def data_parallel_size(self) -> int:
         return dist.get_world_size(self.data_parallel_group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,11 +60,6 @@ class FSDPGroups(DataParallelMixin):
         """One axis to shard over; with copies, two: replicate, then shard."""
         assert self._shard_mesh is not None
         return self._shard_mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this rank sees, as Lightning asks for it."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     @override

@@ -6,47 +6,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from typing_extensions import override
 
-from verl_lightning.strategies.base import PostTrainingStrategy
+from verl_lightning.strategies.base import DataParallelMixin
 
 
-class MegatronGroups(PostTrainingStrategy):
+class MegatronGroups(DataParallelMixin):
     """Sums and gathers over the ranks that see different data, one of each copy of the model."""
 
     _model_parallel_group: dist.ProcessGroup | None = None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this rank sees, as Lightning asks for it."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    @property
-    @override
-    def data_parallel_size(self) -> int:
-        from megatron.core import parallel_state
-
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    @override
-    def data_parallel_rank(self) -> int:
-        from megatron.core import parallel_state
-
-        return int(parallel_state.get_data_parallel_rank())
-
-    @override
-    def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=self.data_parallel_group)
-        return summed
-
-    @override
-    def gather_over_data_parallel(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self.data_parallel_group)
-        return values
 
     @property
     @override
@@ -64,6 +32,7 @@ class MegatronGroups(PostTrainingStrategy):
             )
 
     @property
+    @override
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the model and see different data."""
         from megatron.core import parallel_state

@@ -17,8 +17,9 @@ from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.functional.log_probs import token_sum_squared_probs
 from verl_lightning.models.fingerprint import fingerprint
 from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.sequence_parallel import sum_over_group
 from verl_lightning.strategies.megatron.tokens import ModelTokens, Slicing
-from verl_lightning.strategies.megatron.vocab_parallel import VocabPart, sum_over_group, vocab_parallel_log_probs
+from verl_lightning.strategies.megatron.vocab_parallel import VocabPart, vocab_parallel_log_probs
 from verl_lightning.strategies.megatron.weights import exported_weights
 from verl_lightning.types import Scores, TokenBatch
 

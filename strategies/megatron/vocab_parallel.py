@@ -92,28 +92,6 @@ def vocab_parallel_log_probs(
     return outputs
 
 
-class _SumOverGroup(torch.autograd.Function):
-    """Adds up parts; each rank's part gets the whole gradient, as each rank computes the whole loss."""
-
-    @override
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = part.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @override
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's tensor, on every rank. Collective in the forward pass."""
-    summed: Tensor = _SumOverGroup.apply(part, group)  # type: ignore[no-untyped-call]
-    return summed
-
-
 def _scaled(logits: Tensor, temperature: float, part: VocabPart) -> Tensor:
     """In float32, at the temperature, without padding."""
     scaled = logits.float() / temperature
