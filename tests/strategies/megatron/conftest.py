@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,14 @@ from verl_lightning.modules.ppo_config import CriticConfig
 HERE = Path(__file__).parent
 
 
-def run(script: str, folder: Path, *words: Any) -> Any:
+def run(script: str, folder: Path, *words: Any, code: int = 0) -> Any:
     """What a script saved; it runs in processes of its own, since pretending CUDA can't be taken back."""
     out = folder / "results.pt"
     out.unlink(missing_ok=True)
     command = [sys.executable, HERE / script, "--folder", folder, "--out", out, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.returncode == code, done.stderr[-5000:]
     return torch.load(out)
 
 
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tensor_parallel(folder: Path) -> dict[str, Any]:
     """All checks on two ranks that share each layer."""
     checks = ("resume", "validate", "collectives", "lora", "export", "load_auto")
-    checks += ("saved_runs", "loaded_runs", "refusals")
+    checks += ("saved_runs", "recomputed_adapters", "loaded_runs", "refusals")
     results: dict[str, Any] = run("run_checks.py", folder, "--options", '{"tensor_parallel_size": 2}', *checks)
     return results
 
@@ -71,6 +72,7 @@ def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each kind of model, there and back."""
-    results: dict[str, Any] = run("run_conversions.py", tmp_path_factory.mktemp("conversions"))
+    """Each kind of model, there and back, in a process that is killed while it saves at last."""
+    folder = tmp_path_factory.mktemp("conversions")
+    results: dict[str, Any] = run("run_conversions.py", folder, code=-signal.SIGKILL)
     return results

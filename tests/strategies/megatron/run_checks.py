@@ -319,6 +319,13 @@ def adapters_resharded(bench: Bench) -> Any:
     return sft_run(bench, "resharded", actor={"lora": LORA["lora"]}, ckpt_path=checkpoint).end
 
 
+def recomputed_adapters(bench: Bench) -> Any:
+    """Weights after two steps of adapters, without and with activations that are computed again."""
+    lora = {"lora": LORA["lora"]}
+    recomputed = lora | {"activation_checkpointing": "full"}
+    return [sft_run(bench, "recomputed", actor=actor, steps=2).end for actor in (lora, recomputed)]
+
+
 def loaded_runs(bench: Bench) -> Any:
     """Weights before the first step, from what other strategies have left behind."""
     weights = {}
@@ -364,7 +371,7 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         *(resume, reshard, export, load_auto, collectives, validate, lora),
-        *(saved_runs, adapters_resharded, loaded_runs, refusals),
+        *(saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals),
     )
 }
 

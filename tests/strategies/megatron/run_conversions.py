@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -111,8 +113,15 @@ def take_apart(path: Path, strategy: MegatronStrategy, head: Head, folder: Path)
     }
 
 
+class Kill:
+    """Ends this process when it is written to a file."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
-    """Converts each kind, tied and untied, by each bridge; and takes checkpoints of each kind apart."""
+    """Converts each kind, tied and untied, by each bridge; takes checkpoints apart; dies while it replaces one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for the models")
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
@@ -133,7 +142,10 @@ def main() -> None:
                 results[f"{path.name} by {name}"] = convert(path, strategy)
         head: Head = "value" if kind == "qwen2" else "policy"
         results[f"{kind} apart"] = take_apart(path, strategies["megatron_bridge"], head, arguments.folder / kind)
+    results["killed"] = str(arguments.folder / "llama")
     torch.save(results, arguments.out)
+    model = cast(MegatronScorer, strategy.make_model(ModelConfig(path=str(path)), "policy", trainable=True))
+    save_folder({"kill": Kill()}, arguments.folder / "llama", roles={"actor": model}, optimizers=[], is_writer=True)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,15 @@ def test_the_adapter_folder_and_the_merged_weights_are_one_model(folder, tensor_
     assert not torch.equal(moved, read_base(folder).model.layers[0].self_attn.q_proj.weight)
 
 
+def test_adapters_have_gradients_where_activations_are_computed_again(folder, tensor_parallel):
+    """Frozen embeddings have none, and a checkpointed block without any would give none to its adapters."""
+    plain, recomputed = tensor_parallel["recomputed_adapters"]
+    assert_close(recomputed, plain)
+    base = dict(read_base(folder).named_parameters())
+    moved = {name for name, weight in recomputed.items() if not torch.equal(weight, base[name])}
+    assert len(moved) == 14  # seven layers in each of two blocks
+
+
 def test_the_base_under_adapters_has_the_fingerprint_of_other_strategies(folder, tensor_parallel):
     assert tensor_parallel["lora"]["fingerprint"] == base_fingerprint(read_base(folder))
 

@@ -22,6 +22,7 @@ from tests.callbacks.saved_runs import LORA, STEPS, logits_with, run_sft
 from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.megatron.run_checks import scored_batch
 from verl_lightning.export import main as export
+from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.portable import read_portable
 
@@ -190,6 +191,19 @@ def test_a_pipelines_checkpoint_is_taken_apart(folder, pipeline_parallel):
     for name, weight in trained.items():
         role, _, rest = name.partition(".")
         assert_close(state[f"{role}.backbone.{rest}"], weight, rtol=0, atol=0)
+
+
+def test_a_killed_save_leaves_the_previous_checkpoint(conversions):
+    """One of another model was to take its place; half of that lies in a hidden folder that no loader takes."""
+    path = Path(conversions["killed"])
+    partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+
+    state = read_portable(path, weights_only=True)["state_dict"]
+
+    assert_close(state, conversions["llama apart"]["expected"], rtol=0, atol=0)
+    assert partial.is_dir()
+    with pytest.raises((ValueError, EOFError, RuntimeError)):
+        read_portable(partial, weights_only=True)
 
 
 def test_a_checkpoint_holds_adapters_alone(folder, tensor_parallel):
