@@ -21,8 +21,9 @@ from typing_extensions import override
 from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import Head, TokenScorer, build_scorer, build_skeleton
+from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
 from verl_lightning.models.size import Compute, ModelSize
+from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.weights import merged_weights, whole
 from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
@@ -164,7 +165,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     def make_model(self, config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
         if self.sequence_parallel_size > 1:
             config = packed_attention(config)
-        source = self._build_on_first_rank(config, head, trainable)
+        source = self._open_on_first_rank(config, head, trainable)
         model = build_skeleton(config, head, trainable=trainable)
         if self.sequence_parallel_size > 1:
             check_shares(model, self.sequence_parallel_size)
@@ -182,7 +183,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
             cpu_offload=self.cpu_offload,
         )
-        receive_weights(model, source, device=self.root_device, cpu_offload=self.cpu_offload)
+        receive_weights(model, source, config.path, device=self.root_device, cpu_offload=self.cpu_offload)
         if trainable:
             self._trained.append(model)
         return model
@@ -344,15 +345,17 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
             return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
-    def _build_on_first_rank(self, config: ModelConfig, head: Head, trainable: bool) -> TokenScorer | None:
-        """The whole model on rank 0's host; its failure is everybody's, lest the others wait for weights."""
-        source, is_built = None, False
+    def _open_on_first_rank(
+        self, config: ModelConfig, head: Head, trainable: bool
+    ) -> Iterator[dict[str, Tensor]] | None:
+        """The model's weights on rank 0, in parts; its failure is everybody's, lest the others wait for weights."""
+        source, is_open = None, False
         try:
             if self.is_global_zero:
-                source = build_scorer(config, head, trainable=trainable)
-            is_built = True
+                source = stream_scorer(config, head, trainable=trainable)
+            is_open = True
         finally:
-            is_everywhere = self.broadcast(is_built)
+            is_everywhere = self.broadcast(is_open)
         if not is_everywhere:
             raise RuntimeError(f"rank 0 could not load `path: {config.path}`; its message says why.")
         return source

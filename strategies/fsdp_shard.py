@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -74,25 +74,65 @@ def gradients_kept_local(model: FSDPModule, *, keep_weights: bool) -> Iterator[N
 
 
 @torch.no_grad()
-def receive_weights(model: nn.Module, source: nn.Module | None, *, device: torch.device, cpu_offload: bool) -> None:
-    """Fill a sharded model on the meta device from a whole one on rank 0. Collective.
+def receive_weights(
+    model: nn.Module,
+    source: Iterator[dict[str, Tensor]] | None,
+    path: str,
+    *,
+    device: torch.device,
+    cpu_offload: bool,
+) -> None:
+    """Fill a sharded model on the meta device with what rank 0 reads part by part. Collective.
 
-    One tensor at a time travels to every rank, which keeps its part; tied weights travel once and stay tied.
+    One tensor at a time travels to every rank, which keeps its part; tied weights stay tied.
 
     Args:
         model: Sharded, without memory yet; gets it here.
-        source: The same model with its weights, on rank 0; None elsewhere.
+        source: Whole parameters and buffers by the model's names, on rank 0; None elsewhere.
+        path: Where they come from, for people.
         device: For communication and buffers.
         cpu_offload: Put the weights into the host's memory.
+
+    Raises:
+        RuntimeError: If rank 0 could not read on.
+        ValueError: If the source lacks weights.
     """
     model.to_empty(device=torch.device("cpu") if cpu_offload else device)
-    parameters = dict(source.named_parameters()) if source is not None else {}
-    for name, parameter in model.named_parameters():
-        copy_whole(parameter, _broadcast(parameters.get(name), parameter, device))
-    buffers = dict(source.named_buffers()) if source is not None else {}
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = _broadcast(buffers.get(name), buffer, device)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    missing = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, value in _spread(source, path, parameters | buffers, device):
+        if name in parameters:
+            copy_whole(parameters[name], value)
+            missing.pop(id(parameters[name]), None)
+        else:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = value
+    if missing:
+        raise ValueError(
+            f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing.values())}`. Give a whole"
+            " model, as `save_pretrained` writes it."
+        )
+
+
+def _spread(
+    source: Iterator[dict[str, Tensor]] | None, path: str, targets: Mapping[str, Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """What rank 0 reads, on every rank; a part ends before the next is read."""
+    while True:
+        part: dict[str, Tensor] = {}
+        told: list[list[str] | None] = [None]
+        try:
+            if source is not None:
+                part = next(source, {})
+                told = [list(part)]
+        finally:
+            dist.broadcast_object_list(told, 0, device=device)
+        if told[0] is None:
+            raise RuntimeError(f"rank 0 could not load `path: {path}`; its message says why.")
+        if not told[0]:
+            return
+        for name in told[0]:
+            yield name, _broadcast(part.pop(name, None), targets[name], device)
 
 
 @torch.no_grad()
@@ -113,7 +153,9 @@ def local_part(like: DTensor, whole: Tensor) -> DTensor:
 
 def _broadcast(value: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
     """Rank 0's value on every rank."""
-    received = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.detach().to(device)
-    received = received.contiguous()
+    if value is None:
+        received = torch.empty(like.shape, dtype=like.dtype, device=device)
+    else:
+        received = value.detach().to(device, like.dtype).contiguous()
     dist.broadcast(received, 0)
     return received

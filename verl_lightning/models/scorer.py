@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -203,7 +203,7 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     value_head = None if head == "policy" else make_value_head(backbone)
     if value_head is not None:
         read_value_head(value_head, Path(config.path))
-    return _assemble(backbone, value_head, config, head, trainable)
+    return assemble(backbone, value_head, config, head, trainable=trainable)
 
 
 def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
@@ -217,25 +217,47 @@ def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> Token
     if config.lora is not None:
         config = replace(config, lora=replace(config.lora, adapter_path=None))
     with torch.device("meta"):
-        backbone = _auto_class(head).from_config(  # type: ignore[no-untyped-call]
-            AutoConfig.from_pretrained(config.path),
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=best_attention(config.attn_implementation),
-        )
+        backbone = make_backbone(config, head)
         value_head = None if head == "policy" else make_value_head(backbone)
-        return _assemble(backbone, value_head, config, head, trainable)
+        return assemble(backbone, value_head, config, head, trainable=trainable)
+
+
+def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
+    """The model without its weights: what it holds is made up."""
+    backbone: PreTrainedModel = _auto_class(head).from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.from_pretrained(config.path),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=best_attention(config.attn_implementation),
+    )
+    return backbone
 
 
 def _auto_class(head: Head) -> type[AutoModel] | type[AutoModelForCausalLM]:
     return AutoModel if head == "value" else AutoModelForCausalLM
 
 
-def _assemble(
-    backbone: PreTrainedModel, value_head: nn.Linear | None, config: ModelConfig, head: Head, trainable: bool
+def assemble(
+    backbone: PreTrainedModel,
+    value_head: nn.Linear | None,
+    config: ModelConfig,
+    head: Head,
+    *,
+    trainable: bool,
+    base: Callable[[], str] | None = None,
 ) -> TokenScorer:
+    """A scorer of a model and its heads, with adapters where it is to have them.
+
+    Args:
+        backbone: The model.
+        value_head: Of a head that scores values.
+        config: How the model is trained.
+        head: What it scores.
+        trainable: False freezes every weight.
+        base: Tells the fingerprint of weights that the model does not hold yet; None takes it of those it holds.
+    """
     if config.lora is not None and trainable:
         backbone = add_adapters(
-            backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM"
+            backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM", base=base
         )
     if trainable:
         checkpoint_activations(backbone, config.activation_checkpointing)
@@ -285,22 +307,33 @@ def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoMo
     Raises:
         ValueError: If there is no model at ``config.path``.
     """
-    if (adapter := Path(config.path) / CONFIG_FILE).is_file():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-        raise ValueError(
-            f"`path: {config.path}` is a PEFT adapter. Set `path` to its base (`{base}`) and `lora.adapter_path` to it,"
-            " or merge it first: `verl-export --to merged`."
-        )
-    try:
+    with model_must_be_at(config.path):
         model: PreTrainedModel = auto_class.from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
             attn_implementation=best_attention(config.attn_implementation),
         )
+    return model
+
+
+@contextmanager
+def model_must_be_at(path: str) -> Iterator[None]:
+    """Within it a model is read from a path.
+
+    Raises:
+        ValueError: If there is none, with what to change.
+    """
+    if (adapter := Path(path) / CONFIG_FILE).is_file():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"`path: {path}` is a PEFT adapter. Set `path` to its base (`{base}`) and `lora.adapter_path` to it,"
+            " or merge it first: `verl-export --to merged`."
+        )
+    try:
+        yield
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"no model could be loaded from `path: {config.path}` ({reason})."
+            f"no model could be loaded from `path: {path}` ({reason})."
             " Give a folder written by `save_pretrained`, or a name on the Hugging Face hub."
         ) from error
-    return model

@@ -1,0 +1,135 @@
+"""A scorer's weights in small parts, for strategies whose ranks hold a part each: nobody holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.fingerprint import fingerprint
+from verl_lightning.models.scorer import (
+    Head,
+    TokenScorer,
+    assemble,
+    make_backbone,
+    make_value_head,
+    model_must_be_at,
+    read_value_head,
+)
+from verl_lightning.models.weight_files import stream_weights, weight_files
+from verl_lightning.models.weights import base_name
+
+
+def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterator[dict[str, Tensor]]:
+    """What `build_scorer` would build, by the names of its parameters and buffers, a layer at a time.
+
+    First comes what no file of the model holds: buffers, a value head, adapters with the very numbers that
+    `build_scorer` would draw. Tied weights come under one of their names, or under each.
+
+    Args:
+        config: Which model, and how it is trained.
+        head: What it scores.
+        trainable: False freezes every weight.
+
+    Raises:
+        ValueError: At once, if there is no model at ``config.path``, or an adapter does not fit.
+    """
+    has_own_copies = config.lora is not None and config.lora.adapter_path is not None
+    with model_must_be_at(config.path):
+        files = weight_files(config.path)
+        with torch.device("meta"):
+            skeleton = make_backbone(config, head)
+        scorer = build_hollow(config, head, lambda: base_of_files(skeleton, files), trainable=trainable)
+    return _parts(scorer, skeleton, files, has_own_copies=has_own_copies)
+
+
+def build_hollow(config: ModelConfig, head: Head, base: Callable[[], str], *, trainable: bool) -> TokenScorer:
+    """The scorer that `build_scorer` builds, but the model's weights are zeros that take no memory.
+
+    Args:
+        config: Which model, and how it is trained.
+        head: What it scores.
+        base: Tells the fingerprint of the true weights.
+        trainable: False freezes every weight.
+    """
+    handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
+    try:
+        backbone = make_backbone(config, head)
+    finally:
+        handle.remove()
+    hollow = {id(weight): _zeros(weight) for weight in backbone.parameters()}
+    for name, weight in list(backbone.named_parameters(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        setattr(backbone.get_submodule(owner), leaf, hollow[id(weight)])
+    value_head = None if head == "policy" else make_value_head(backbone)
+    if value_head is not None:
+        read_value_head(value_head, Path(config.path))
+    return assemble(backbone, value_head, config, head, trainable=trainable, base=base)
+
+
+def base_of_files(skeleton: PreTrainedModel, files: list[Path]) -> str:
+    """The `fingerprint` of the model that the files hold.
+
+    Args:
+        skeleton: The model on the meta device.
+        files: Of its weights.
+    """
+    first = {id(weight): name for name, weight in skeleton.named_parameters()}
+    names = {name: first[id(weight)] for name, weight in skeleton.named_parameters(remove_duplicate=False)}
+    seen: set[str] = set()
+
+    def once() -> Iterator[tuple[str, Tensor]]:
+        for part in stream_weights(skeleton, files):
+            for name in part.keys() & names.keys():
+                if names[name] not in seen:  # tied weights count once
+                    seen.add(names[name])
+                    yield names[name], part[name]
+
+    return fingerprint(once())
+
+
+def _parts(
+    scorer: TokenScorer, skeleton: PreTrainedModel, files: list[Path], *, has_own_copies: bool
+) -> Iterator[dict[str, Tensor]]:
+    """What is the scorer's own, then the files' by the scorer's names."""
+    own = dict(scorer.named_buffers())
+    places: dict[str, list[str]] = {name.removeprefix("backbone."): [name] for name in own}
+    for name, weight in scorer.named_parameters(remove_duplicate=False):
+        stored = _stored_name(name, has_own_copies=has_own_copies)
+        if stored is None:
+            own[name] = weight.detach()
+        else:
+            places.setdefault(stored, []).append(name)
+    del scorer
+    if own:
+        yield own
+    for part in stream_weights(skeleton, files):
+        if found := {place: part[stored] for stored in part for place in places.get(stored, ())}:
+            yield found
+            found.clear()  # before the next ones are read
+
+
+def _stored_name(name: str, *, has_own_copies: bool) -> str | None:
+    """The model's own name of a scorer's parameter, None if the model's files don't hold it."""
+    inner = name.removeprefix("backbone.")
+    if inner == name or ".lora_" in inner:
+        return None
+    if ".modules_to_save." not in inner:
+        return base_name(inner)
+    module, _, rest = inner.partition(".modules_to_save.")
+    return None if has_own_copies else f"{module}.{rest.partition('.')[2]}"
+
+
+def _on_meta(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+    """Takes the memory of a parameter as soon as its module gets it; one that is tied is not made twice."""
+    del module, name
+    return None if weight.is_meta else nn.Parameter(weight.data.to("meta"), requires_grad=weight.requires_grad)
+
+
+def _zeros(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=weight.requires_grad)
