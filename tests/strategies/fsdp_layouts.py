@@ -33,21 +33,24 @@ class Layout:
 
 
 LAYOUTS = {
-    "cpu_offload": Layout(options={"cpu_offload": True}, scenarios=("gae_with_own_critic", "sft_accumulated")),
+    "cpu_offload": Layout(options={"cpu_offload": True}, scenarios=("gae_with_own_critic",)),
     "sequence_parallel": Layout(
         options={"sequence_parallel_size": 2},
-        scenarios=(*PACKED, "grpo_with_kl_and_entropy", "gae_with_shared_trunk", "lora", "gradients_of_any_cut"),
+        scenarios=(*PACKED, "grpo_with_kl_and_entropy", "gae_with_shared_trunk", "lora"),
     ),
     "bf16_compute": Layout(
         settings={"precision": "bf16-mixed"},
         scenarios=("sft_packed_within_a_budget", "gradients_of_any_cut"),
         tolerances=EXACT | {"losses": 1e-2, "norms": 1e-2, "weights": 5e-2},  # bfloat16 has three decimal digits
     ),
-    "replicated": Layout(devices=4, options={"replicate_size": 2}, scenarios=("sft", "sft_accumulated")),
-    "sequence_parallel_beside_data_parallel": Layout(devices=4, options={"sequence_parallel_size": 2}),
+    "replicated": Layout(devices=4, options={"replicate_size": 2}, scenarios=("sft_accumulated",)),
+    "sequence_parallel_beside_data_parallel": Layout(
+        devices=4, options={"sequence_parallel_size": 2}, scenarios=("packed_within_a_budget",)
+    ),
     "replicated_sequence_parallel": Layout(
         devices=4,
         options={"replicate_size": 2, "sequence_parallel_size": 2, "reshard_after_forward": False},
+        scenarios=("sft_packed_within_a_budget", "lengths_of_any_kind"),
     ),
 }
 

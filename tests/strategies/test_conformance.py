@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, Results, launch, run_scenarios
 from tests.strategies.fsdp_layouts import EXACT, LAYOUTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1100)]
 
 RUNS = sorted(SCENARIOS.keys() - {"whole_weights"})
 STRATEGIES = ["ddp", "fsdp"]

@@ -86,7 +86,6 @@ def expected(tiny_folder: Path, chat_file: Path, tmp_path_factory: pytest.TempPa
         (2, {"reshard_after_forward": False}),
         (2, {"accumulate_whole": False}),
         (2, {"cpu_offload": True}),
-        (4, {"replicate_size": 2}),
     ],
 )
 def test_options_change_no_number(ranks, options, expected, tiny_folder, chat_file, tmp_path):
