@@ -21,7 +21,7 @@ from verl_lightning.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 FILES = [*shipped_configs().values(), *sorted((ROOT / "examples").rglob("*.yaml"))]
-CONFIGS = [path for path in FILES if "class_path" in yaml.safe_load(path.read_text())["model"]]  # not those that amend
+CONFIGS = [path for path in FILES if "class_path" in yaml.safe_load(path.read_text()).get("model", {})]  # whole ones
 
 
 class CheckedCLI(ParsedCLI):
