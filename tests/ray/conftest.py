@@ -31,8 +31,11 @@ def start_cluster(attempts: int = 3) -> Any:
     from ray.cluster_utils import Cluster
 
     size = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    # Ray's own processes get little of a busy machine: it starts them with the niceness 15.
+    head = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+    cluster = Cluster()
     try:
+        cluster.add_node(**size, **head)
         cluster.add_node(**size, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
         cluster.wait_for_nodes()
     except Exception:
