@@ -4,6 +4,8 @@
     python benchmarks/vllm_rollout.py --tiny --accelerator cpu    # every line of it, with a small model
     python benchmarks/vllm_rollout.py --shape 7b --sync-only --precision bf16-true    # no training, for lack of memory
     python benchmarks/vllm_rollout.py --devices 2 --tensor-parallel-size 2            # one engine on two cards
+    python benchmarks/vllm_rollout.py --beside-gpus 1 --transfer nccl --sync-only     # an engine on a card of its own
+    python benchmarks/vllm_rollout.py --trl gpu_trl_bench.py                          # TRL's trainer first, then ours
 
 The model has random weights in the shape of Qwen2-0.5B (or of a 7B with ``--shape 7b``), its tokenizer is made here,
 and nothing is downloaded. Sizes are those of `gpu_trl_bench.py`, which measures TRL's GRPOTrainer: compare on one card.
@@ -11,7 +13,8 @@ and nothing is downloaded. Sizes are those of `gpu_trl_bench.py`, which measures
 * ``step``: median seconds of an iteration inside `Trainer.fit`, and of its phases (``timing_s/*``);
 * ``engine``: response tokens per second of our engine's `generate`, and of vLLM's own `LLM.generate` with the same
   prompts, with and without a seed for each response;
-* ``sync``: seconds to bring all weights into the engine, to wake it and to put it to sleep.
+* ``sync``: seconds to bring all weights into the engine, to wake it and to put it to sleep;
+* ``trl``: TRL's seconds for a step, in a process of its own on the same card, and how much sooner ours is done.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import string
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +46,7 @@ from verl_lightning.modules.advantages import GRPO
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
 from verl_lightning.strategies import STRATEGIES
 
 SHAPES = {
@@ -120,7 +126,8 @@ class Meter(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measure_sync(pl_module)
-        self._measure_engine(self.batch)
+        if self.rollout.beside is None:
+            self._measure_engine(self.batch)
 
     def _measure_sync(self, module: Any) -> None:
         """Weights into an engine that sleeps, with and without waking it; then back to sleep."""
@@ -194,6 +201,34 @@ def rate(work: Callable[[], int]) -> float:
     return count / (time.perf_counter() - start)
 
 
+def run_trl(script: Path, folder: Path, *, response_length: int, micro_batch_size: int) -> float:
+    """Seconds of TRL's median step.
+
+    Args:
+        script: `gpu_trl_bench.py`, of 64 prompts with 8 samples and 200 tokens each.
+        folder: For its model.
+        response_length: Tokens.
+        micro_batch_size: Sequences.
+    """
+    (folder / "work").mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(script.resolve()), str(response_length), str(micro_batch_size)]
+    output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.search(r"TRL median step ([\d.]+)", output)
+    if found is None:
+        raise RuntimeError(f"`{script}` did not print `TRL median step`, but: {output[-500:]}")
+    return float(found[1])
+
+
+def compare_with_trl(arguments: argparse.Namespace) -> dict[str, Any]:
+    """TRL's step, then ours, of the same sizes."""
+    if arguments.prompts * arguments.samples != 512 and not arguments.tiny:
+        raise ValueError("`--trl` measures 64 prompts with 8 samples each; leave `--prompts` and `--samples` alone.")
+    sizes = {"response_length": arguments.response_length, "micro_batch_size": arguments.micro_batch_size}
+    seconds_of_trl = run_trl(arguments.trl, arguments.folder, **sizes)
+    ours = measure(arguments)
+    return ours | {"trl": {"step_s": round(seconds_of_trl, 3), "speedup": round(seconds_of_trl / ours["step_s"], 2)}}
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """One fit."""
     shape = "tiny" if arguments.tiny else arguments.shape
@@ -202,12 +237,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = arguments.folder / f"prompts-{shape}.jsonl"
     write_prompts(prompts, arguments.prompts * (arguments.steps + 1), arguments.prompt_length)
     sampling = SamplingConfig(num_samples=arguments.samples, max_new_tokens=arguments.response_length)
+    beside = arguments.beside_gpus
     rollout = VLLMRollout(
         sampling=sampling,
         val_sampling=sampling,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        gpu_memory_utilization=arguments.gpu_memory_utilization or None,
         enforce_eager=arguments.tiny,
         tensor_parallel_size=arguments.tensor_parallel_size,
+        speculation=None if arguments.speculate is None else SpeculationConfig(method=arguments.speculate),
+        beside=None if beside is None else BesideConfig(gpus=beside, transfer=arguments.transfer),
     )
     meter = Meter(rollout, arguments.repeats)
     own = STRATEGIES.get(arguments.strategy)
@@ -290,6 +328,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, eager")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share an engine")
+    parser.add_argument("--beside-gpus", type=int, nargs="*", help="of engines beside the trainer; none: on the CPU")
+    parser.add_argument("--transfer", choices=["auto", "host", "nccl", "ipc"], default="auto", help="of weights there")
+    parser.add_argument("--trl", type=Path, help="`gpu_trl_bench.py`, to run before")
     parser.add_argument("--sync-only", action="store_true", help="no training: how long weights take")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", default="gpu")
@@ -301,7 +342,8 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, default=200, help="tokens")
     parser.add_argument("--response-length", type=int, default=512, help="tokens")
     parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.35)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.35, help="0: by the memory plan")
+    parser.add_argument("--speculate", choices=["ngram"], help="guess tokens ahead")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count; at least 1")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement of the engine")
@@ -309,7 +351,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(measure(arguments), indent=1)
+    text = json.dumps(measure(arguments) if arguments.trl is None else compare_with_trl(arguments), indent=1)
     print(text)  # noqa: T201
     if arguments.out is not None:
         arguments.out.write_text(text)
