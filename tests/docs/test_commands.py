@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md"), *ROOT.glob("docs/*.md")]
 NAMED_BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+HERE = ("--trainer.accelerator", "cpu")  # some commands are for GPUs
 OTHER_COMMANDS = ("ray", "migrate", "doctor")
 
 
@@ -64,9 +65,9 @@ def check_fit(words: list[str]) -> None:
         own, _, passed_on = " ".join(words).partition(" -- ")
         check_help(["verl-fit", words[0]], own.split()[1:])
         if passed_on:
-            ParsedCLI(normalize_arguments(shlex.split(passed_on)))
+            ParsedCLI([*normalize_arguments(shlex.split(passed_on)), *HERE])
     elif words[-1] not in ("--help", "--version"):
-        ParsedCLI(normalize_arguments(words))
+        ParsedCLI([*normalize_arguments(words), *HERE])
 
 
 def check_make(words: list[str]) -> None:
