@@ -19,6 +19,8 @@ from verl_lightning.models.size import Compute, ModelSize, model_size
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, memory_plan
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.memory import megatron_memory
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory, whole_memory
 
 FLOAT32 = Compute(width=4, stream_width=4)
@@ -97,6 +99,22 @@ def test_shards_gather_two_blocks_and_what_lies_outside() -> None:
     assert memory.activations is None
     assert sharded_memory(SIZE, compute, None, **options | {"accumulates_whole": True}).gathered == 1200 + 4000
     assert sharded_memory(SIZE, compute, None, **options | {"on_host": True}).resting == 0
+
+
+def test_megatron_shares_layers_and_the_optimizer() -> None:
+    """250 weights on each rank: 2 bytes, 4 of gradients, and 12 of the optimizer's on two ranks; half of the tokens."""
+    memory = megatron_memory(
+        SIZE,
+        20,
+        sizes=ParallelSizes(tensor=2, pipeline=2),
+        transformer=TransformerOptions(),
+        ddp=DataParallelConfig(),
+        optimizer_shards=2,
+        is_bf16=True,
+    )
+    assert (memory.weights, memory.gradients, memory.optimizer) == (500, 1000, 1500)
+    assert memory.resting == 3000
+    assert memory.activations == SIZE.activation_bytes(10, Compute(width=2, stream_width=2, is_fused=True))
 
 
 def test_a_frozen_model_holds_its_weights_alone() -> None:
