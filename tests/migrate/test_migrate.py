@@ -121,6 +121,15 @@ def test_one_place_says_what_megatron_recomputes(tmp_path, recompute, expected):
     assert ours["megatron"].get("transformer", {}).get("recompute") == (None if expected else "selective")
 
 
+def test_ranks_that_share_sequences_share_a_budget(tmp_path):
+    """verl's budget is of a GPU: two that share sequences take twice as many tokens."""
+    text = MEGATRON.replace("megatron\n", "fsdp\n").replace("strategy: fsdp", "strategy: fsdp2")
+    text = text.replace("    optim: {", "    fsdp_config: {ulysses_sequence_parallel_size: 2}\n    optim: {", 1)
+    ours = migrated(tmp_path, text, name="verl.yaml").settings
+    assert ours["fsdp"]["sequence_parallel_size"] == 2
+    assert ours["model"]["init_args"]["update"]["max_tokens_per_micro_batch"] == 8192
+
+
 def test_a_role_that_differs_from_the_actor_must_be_decided(tmp_path):
     """One strategy serves all models, so another size of the reference is no detail."""
     found = fates(migrated(tmp_path, MEGATRON, name="verl.yaml"))

@@ -102,6 +102,12 @@ def sequence_key(verl: VerlConfig, group: str) -> str:
     return next((key for key in places if isinstance(verl[key], (int, float)) and verl[key] > 1), places[0])
 
 
+def sharing_ranks(verl: VerlConfig, group: str) -> int:
+    """Ranks of verl's FSDP that share a sequence: its budgets of tokens are a rank's, ours a sequence's."""
+    size = verl[sequence_key(verl, group)]
+    return int(size) if isinstance(size, (int, float)) else 1
+
+
 def translate_mesh(verl: VerlConfig, key: str) -> Findings:
     """Over how many ranks models are sharded."""
     size = verl[key] or -1

@@ -16,6 +16,7 @@ from verl_lightning.migrate.engines import (
     engine_name,
     other_roles,
     recompute_key,
+    sharing_ranks,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -101,7 +102,7 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_loss(verl)
     yield from translate_kl(verl)
     yield from translate_correction(verl)
-    yield from translate_updates(verl)
+    yield from translate_updates(verl, 1 if engine == "megatron" else sharing_ranks(verl, group))
     yield from translate_filter(verl)
     yield from translate_prompts(verl)
     yield from translate_reward(verl)
@@ -144,8 +145,8 @@ def is_in_use(verl: VerlConfig, name: str) -> bool:
     return bool(verl[f"{ACTOR}.use_dynamic_bsz"]) if name == "ppo_max_token_len_per_gpu" else True
 
 
-def translate_updates(verl: VerlConfig) -> Findings:
-    """How an iteration becomes optimizer steps."""
+def translate_updates(verl: VerlConfig, sharing: int) -> Findings:
+    """How an iteration becomes optimizer steps; ``sharing`` ranks share a sequence."""
     group = "model.init_args.update"
     for name, ours in (("ppo_mini_batch_size", "mini_batch_size"), ("ppo_epochs", "epochs")):
         key = f"{ACTOR}.{name}"
@@ -156,7 +157,8 @@ def translate_updates(verl: VerlConfig) -> Findings:
     dynamic, budget = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     micro = verl.first(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size")
     if verl[dynamic] and isinstance(verl[budget], (int, float)):
-        yield Setting(key=f"{group}.max_tokens_per_micro_batch", value=verl.whole(budget), sources=(dynamic, budget))
+        tokens = verl.whole(budget) * sharing
+        yield Setting(key=f"{group}.max_tokens_per_micro_batch", value=tokens, sources=(dynamic, budget))
     elif isinstance(verl[micro], (int, float)):
         note = "" if micro.endswith("per_gpu") else "verl's is of all GPUs, ours of one"
         yield Setting(key=f"{group}.micro_batch_size", value=verl.whole(micro), sources=(micro,), note=note)

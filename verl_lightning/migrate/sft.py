@@ -8,7 +8,7 @@ from verl_lightning.migrate.engines import (
     ENGINE_DEFAULTS,
     engine_name,
     recompute_key,
-    sequence_key,
+    sharing_ranks,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -65,14 +65,14 @@ def translate_sft(verl: VerlConfig) -> Findings:
     yield from translate_optim(verl, "optim", f"{actor}.optim", total_steps(verl))
     yield Setting(key="seed_everything", value=verl.whole("trainer.seed"), sources=("trainer.seed",))
     yield from translate_chats(verl)
-    yield from translate_batches(verl, model_ranks(verl, engine))
+    sharing = 1 if engine == "megatron" else sharing_ranks(verl, "engine")
+    yield from translate_batches(verl, model_ranks(verl, engine), sharing)
 
 
 def model_ranks(verl: VerlConfig, engine: str) -> int:
     """Ranks that see the same data."""
     if engine != "megatron":
-        size = verl[sequence_key(verl, "engine")]
-        return int(size) if isinstance(size, (int, float)) else 1
+        return sharing_ranks(verl, "engine")
     sizes = (f"engine.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
     product = 1
     for key in sizes:
@@ -97,8 +97,14 @@ def translate_chats(verl: VerlConfig) -> Findings:
     )
 
 
-def translate_batches(verl: VerlConfig, ranks: int) -> Findings:
-    """How chats become optimizer steps: verl says the chats of a step, we those of a batch and batches of a step."""
+def translate_batches(verl: VerlConfig, ranks: int, sharing: int) -> Findings:
+    """How chats become optimizer steps: verl says the chats of a step, we those of a batch and batches of a step.
+
+    Args:
+        verl: The configuration.
+        ranks: That see the same chats.
+        sharing: Of these, the ranks that share a budget of tokens.
+    """
     whole, dynamic = "data.train_batch_size", "data.use_dynamic_bsz"
     world = world_size(verl)
     if world is None:
@@ -108,7 +114,7 @@ def translate_batches(verl: VerlConfig, ranks: int) -> Findings:
     if verl[dynamic]:
         budget = "data.max_token_len_per_gpu"
         yield Setting(key="data.init_args.batch_size", value=share, sources=(whole,))
-        tokens = max(verl.whole(budget), verl.whole("data.max_length"))
+        tokens = max(verl.whole(budget) * sharing, verl.whole("data.max_length"))
         yield Setting(key="model.init_args.max_tokens_per_micro_batch", value=tokens, sources=(dynamic, budget))
         return
     micro = verl.first("data.micro_batch_size_per_gpu", "data.micro_batch_size", "data.micro_batch_size_per_gpu")
