@@ -188,9 +188,31 @@ class _Folder:
         self.stored: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
 
     def weight(self, role: str, key: str) -> Tensor:
-        """A weight, from the optimizer if it has it."""
+        """A weight, from the optimizer if it has it in higher precision."""
+        stored, master = self.read(key), self._master(role, key)
+        return master if master is not None and torch.equal(master.to(stored.dtype), stored) else stored
+
+    def check_order(self, role: str, key: str) -> None:
+        """See that the optimizer's tensors of a weight lie in its order.
+
+        Megatron-Core 0.19 writes those of tied models in another order where the embedding is on two stages.
+
+        Raises:
+            ValueError: With the way out.
+        """
+        stored, master = self.read(key), self._master(role, key)
+        if master is not None and not torch.equal(master.to(stored.dtype), stored):
+            raise ValueError(
+                f"`ckpt_path: {self.path}`: Megatron has written AdamW's state of the {role}, whose embedding is tied"
+                " over stages of a pipeline, in an order of its own, so that only `megatron` can go on with it. Make a"
+                " folder of the weights with `verl-export`, and start from that by `path`."
+            )
+
+    def _master(self, role: str, key: str) -> Tensor | None:
+        """The optimizer's own weight."""
         own = [slot_key(role, name, key) for name in MASTER_WEIGHTS]
-        return self.read(next((name for name in own if name in self.stored), key))
+        found = next((name for name in own if name in self.stored), None)
+        return None if found is None else self.read(found)
 
     def moment(self, role: str, slot: str, key: str) -> Tensor:
         """One of AdamW's moments of a weight."""
@@ -214,6 +236,8 @@ def slot_key(role: str, slot: str, key: str) -> str:
 def _optimizer_state(folder: _Folder, role: str, model: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """AdamW's state by the position of each weight, as torch's own has it."""
     described = dict(group)
+    for key in {part["key"] for part in model["parts"]}:
+        folder.check_order(role, key)
     step = torch.tensor(float(described.pop("step")))
     moments = {slot: assemble(model, partial(folder.moment, role, slot), folder.path) for slot in MOMENTS}
     state = {

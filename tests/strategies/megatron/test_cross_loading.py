@@ -182,10 +182,13 @@ def test_a_critic_is_exported_with_its_head(folder, tensor_parallel, tmp_path):
 
 
 def test_a_pipelines_checkpoint_is_taken_apart(folder, pipeline_parallel):
-    """Two models whose layers lie on two stages."""
-    state = read_portable(folder / "resharded" / "step=4.ckpt", weights_only=True)["state_dict"]
+    """Two models whose layers lie on two stages. AdamW's state of the tied one is refused: it lies in another order."""
+    path = folder / "resharded" / "step=4.ckpt"
+    state = read_portable(path, weights_only=True, with_optimizers=False)["state_dict"]
+    with pytest.raises(ValueError, match="tied over stages of a pipeline.*with `verl-export`"):
+        read_portable(path, weights_only=True)
 
-    trained = pipeline_parallel["reshard"]["weights"]
+    trained = dict(pipeline_parallel["reshard"]["weights"])
     head = trained.pop("critic.value_head")
     assert_close(state["critic.value_head.weight"], head, rtol=0, atol=0)
     for name, weight in trained.items():
