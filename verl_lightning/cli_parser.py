@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import pydoc
 import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionSubCommands, Namespace, set_dumper
@@ -19,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from verl_lightning.cli_errors import describe, did_you_mean, read_failure
+from verl_lightning.cli_errors import describe, did_you_mean, read_failure, readable_type
 from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
@@ -143,6 +145,9 @@ class Parser(LightningArgumentParser):
             if not isinstance(value, dict):
                 if key in (self.groups or {}) and value is not None:
                     yield f"`{shown_key}` is a group of settings, got {value!r}."
+            elif part := next(self.parts_at(key), None):
+                settings = read.get("init_args", read) if isinstance(read, Namespace) else {}
+                yield from class_parser(part).find_stray_groups(value, settings, "", f"{shown_key}.")
             elif isinstance(read, Namespace) and "class_path" in read:
                 inner, settings = class_parser(pydoc.locate(read.class_path)), value.get("init_args") or {}
                 yield from inner.find_stray_groups(settings, read.get("init_args", {}), "", f"{shown_key}.")
@@ -151,6 +156,43 @@ class Parser(LightningArgumentParser):
             elif key not in {action.dest for action in self._actions}:
                 groups = [f"{shown.removesuffix(parent)}{group}" for group in self.groups or {}]
                 yield f"`{shown_key}` is not a group of settings.{did_you_mean(shown_key, groups)}"
+
+    def parts_at(self, key: str) -> Iterator[type]:
+        """Dataclasses that the setting at a key may be."""
+        hints = (getattr(action, "_typehint", None) for action in self._actions if action.dest == key)
+        parts = (part for hint in hints for part in (hint, *get_args(hint)))
+        yield from (part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part))
+
+    def find_nulls(self, config: Namespace, shown: str = "") -> Iterator[str]:
+        """Complaints about settings that are null and may not be, which jsonargparse takes for ones without a value.
+
+        Args:
+            config: What was read.
+            shown: Key of that part as the user wrote it, with a final dot.
+        """
+        for action in self._actions:
+            hint, value = getattr(action, "_typehint", None), config.get(action.dest, ())
+            key = f"{shown}{action.dest}"
+            if value is None and action.default is not None and not may_be_null(hint):
+                yield f"`{key}`: expected {readable_type(str(hint))}, got null."
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Namespace) and "init_args" in item:
+                    yield from class_parser(pydoc.locate(item.class_path)).find_nulls(item.init_args, f"{key}.")
+                elif isinstance(item, Namespace):
+                    for part in self.parts_at(action.dest):
+                        yield from class_parser(part).find_nulls(item, f"{key}.")
+
+
+def may_be_null(hint: Any) -> bool:
+    """Whether null is a value of a type; it is one of what has no type."""
+    return (
+        hint in (None, Any, NoneType) or isinstance(hint, str) or any(may_be_null(part) for part in union_parts(hint))
+    )
+
+
+def union_parts(hint: Any) -> tuple[Any, ...]:
+    """Types of a union, none of any other type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
 
 
 def class_parser(located: object) -> Parser:

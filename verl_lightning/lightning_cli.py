@@ -148,6 +148,10 @@ class CLI(LightningCLI):
         except (FileNotFoundError, ValueError) as error:
             parser.error(str(error))
         settings = self.config[self.config.subcommand]
+        reader = self._parser(self._command)
+        assert isinstance(reader, Parser)
+        for complaint in reader.find_nulls(settings):
+            parser.error(complaint)
         check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
         check_strategy_flags(parser, words, settings.trainer.strategy)
         check_name(
