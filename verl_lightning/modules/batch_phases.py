@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +13,7 @@ from typing_extensions import override
 from verl_lightning.metrics import MetricTable, total
 from verl_lightning.modules.phases import span_metrics
 from verl_lightning.modules.speed import SQUARED_LENGTHS, speed_metrics
+from verl_lightning.modules.step_log import log_step
 from verl_lightning.ranges import named_range
 
 if TYPE_CHECKING:
@@ -106,5 +106,4 @@ class BatchPhases(Callback):
             work=module.work,
             peak_memory=module.clock.peak_memory(),
         )
-        # Tensors on the host: Lightning would send numbers to the device and wait for it.
-        module.log_dict({name: torch.tensor(value) for name, value in metrics.items()}, batch_size=1)
+        log_step(module, metrics)

@@ -46,6 +46,7 @@ from verl_lightning.modules.ppo_config import (
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_scored_rollouts
 from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
+from verl_lightning.modules.step_log import log_step
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.types import Experience
 
@@ -394,6 +395,6 @@ class PPOModule(SamplingModule):
         schedules: Any = self.lr_schedulers()
         for schedule in schedules if isinstance(schedules, list) else [schedules]:
             schedule.step()
-        self.log_dict(metrics, batch_size=1)
+        log_step(self, metrics)
         shown = {"reward": metrics.get("critic/score/mean", float("nan")), "tokens/s": metrics["perf/throughput"]}
-        self.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+        log_step(self, shown, prog_bar=True, logger=False)

@@ -19,6 +19,7 @@ from verl_lightning.models.config import ModelConfig, check_no_rollout
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.micro_batches import BatchSplitter
+from verl_lightning.modules.step_log import log_step
 from verl_lightning.strategies.base import with_gradient
 from verl_lightning.types import Scores, TokenBatch
 
@@ -133,8 +134,7 @@ class SFTModule(PostTrainingModule):
             return
         token_sum = self.contract.sum_over_data_parallel(-torch.stack(self._log_prob_sums).sum())
         # Not `prog_bar`: Lightning would wait for the device at each batch. Our progress bar reads it when it redraws.
-        self.log("train/loss", token_sum / tokens.clamp(min=1), batch_size=1)
-        self.log("train/global_tokens", tokens.float(), batch_size=1)
+        log_step(self, {"train/loss": token_sum / tokens.clamp(min=1), "train/global_tokens": tokens.float()})
 
     def _micro_batches(self, batch: TokenBatch) -> list[TokenBatch]:
         """Within the budget; as many on every rank. Collective."""
@@ -162,10 +162,8 @@ class SFTModule(PostTrainingModule):
             norm = self.contract.prepare_step(optimizer, 0.0)
         else:
             norm = self.contract.prepare_step(optimizer, self._max_norm, scale=scale)
-        self.log("train/grad_norm", norm, batch_size=1)
-        self.log("train/skipped_updates", (~norm.isfinite()).float(), batch_size=1, reduce_fx="sum")
-        # A tensor on the host: Lightning would send a number to the device and wait for it.
-        self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]), batch_size=1)
+        log_step(self, {"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]})
+        log_step(self, {"train/skipped_updates": (~norm.isfinite()).float()}, reduce_fx="sum")
 
     @override
     def configure_gradient_clipping(
