@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,6 +17,9 @@ NSYS_COMMAND = (
     " --output=step_%p verl-fit ..."
 )
 """How a run must be started for Nsight Systems to see its windows."""
+
+NSYS_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+"""What Nsight Systems puts into the environment of the processes that it starts; some of it, by its options."""
 
 MAX_HISTORY = 200_000
 """Allocations that a memory snapshot tells of."""
@@ -163,7 +168,7 @@ def make_tool(name: ToolName, device: torch.device) -> Tool:
     """The tool of that name.
 
     Raises:
-        ValueError: If the tool needs a GPU and training has none.
+        ValueError: If the tool needs a GPU and training has none, or needs `nsys` and it has not started this process.
     """
     if name == "nsys":
         if device.type != "cuda":
@@ -171,8 +176,18 @@ def make_tool(name: ToolName, device: torch.device) -> Tool:
                 "`profile.tool: nsys` records what an NVIDIA GPU does, but training runs on the"
                 f" {device.type.upper()}. Use `tool: torch`, or train with `trainer.accelerator: gpu`."
             )
+        if not is_under_nsys(os.environ):
+            raise ValueError(
+                "`profile.tool: nsys` tells Nsight Systems when to record, but `nsys` has not started this process."
+                f" Run `{NSYS_COMMAND}`, or use `tool: torch`, which needs no other program."
+            )
         return NsysTool(device)
     return MemoryTool(device) if name == "memory" else TorchTool(device)
+
+
+def is_under_nsys(environment: Mapping[str, str]) -> bool:
+    """Whether Nsight Systems has started the process with this environment."""
+    return any(environment.get(name) for name in NSYS_VARIABLES)
 
 
 def record_history(max_entries: int | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -19,7 +19,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, summary_table, timeline_page
-from verl_lightning.callbacks.profile_tools import NSYS_COMMAND, Tool, ToolName, make_tool
+from verl_lightning.callbacks.profile_tools import Tool, ToolName, make_tool
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.phases import SAVE_CHECKPOINT, CheckpointClock, Moment, Span, users_profiler
 from verl_lightning.ranges import named_range
@@ -102,6 +102,7 @@ class ProfilerCallback(Callback):
         self._start: Moment | None = None  # of the step at work
         self._rank = 0
         self._is_tracing = False
+        self._wanted: list[int] = []  # steps that were still to come when training began, where their end is known
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,20 +156,19 @@ class ProfilerCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = Path(self.folder or f"{trainer.log_dir or trainer.default_root_dir}/profile")  # asked on every rank
         done = trainer.global_step
-        left = [s for s in self.steps if s > done] if isinstance(self.steps, list) else self._is_left(done)
-        if not left:
+        self._wanted = [step for step in self._known_steps() if step > done]
+        if not self._wanted and not (isinstance(self.steps, StepRange) and self.steps.last is None):
             rank_zero_warn(f"`profile.steps` records nothing: the run goes on after step {done}.")
         if self._recorder is None:
             return
         self._path = path
         path.mkdir(parents=True, exist_ok=True)
-        if self.tool == "nsys":
-            rank_zero_info(f"Nsight Systems records only what it has started: {NSYS_COMMAND}")
         self._recorder.prepare()
 
-    def _is_left(self, done: int) -> bool:
-        assert isinstance(self.steps, StepRange)
-        return self.steps.last is None or self.steps.last > done
+    def _known_steps(self) -> list[int]:
+        if isinstance(self.steps, list):
+            return self.steps
+        return [] if self.steps.last is None else list(range(self.steps.first, self.steps.last + 1, self.steps.every))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -210,6 +210,11 @@ class ProfilerCallback(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_step(trainer)
+        if self._recorder is not None and (late := sorted({*self._wanted} - {r.step for r in self.records})):
+            warnings.warn(
+                f"`ProfilerCallback` could not record step {late[0]}: training ended with step {trainer.global_step}.",
+                stacklevel=2,
+            )
         self._finish(pl_module)
 
     @override

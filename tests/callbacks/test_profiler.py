@@ -24,8 +24,10 @@ from tests.runs import (
     make_trainer,
 )
 from tests.strategies.fsdp_ranks import on_ranks
-from verl_lightning.callbacks import ProfilerCallback, StepRange
+from verl_lightning.callbacks import ProfilerCallback, StepRange, profile_tools
+from verl_lightning.callbacks import profiler as profiler_file
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, timeline_page
+from verl_lightning.callbacks.profile_tools import MemoryTool, NsysTool, make_tool
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import STRATEGIES
@@ -185,6 +187,52 @@ def test_exhausted_memory_leaves_a_snapshot(tmp_path, tiny_folder, chat_file):
 
     names = {path.name for path in (tmp_path / "out").glob("*.pickle")}
     assert names == {"memory_step=1_rank=0.pickle", "out_of_memory_rank=0.pickle"}
+
+
+class RunsOutOfMemory(Callback):
+    """Fails in the second step as a GPU would."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_snapshot_tells_of_exhausted_memory_in_any_step(tmp_path, tiny_folder, chat_file, monkeypatch):
+    """The history and its snapshots are a GPU's; all else is real."""
+    histories = []
+    monkeypatch.setattr(profile_tools, "record_history", histories.append)
+    monkeypatch.setattr(profile_tools, "dump_snapshot", lambda path: path.write_text("snapshot"))
+    tool = MemoryTool(torch.device("cpu"))
+    tool._has_history = True
+    monkeypatch.setattr(profiler_file, "make_tool", lambda *_: tool)
+    profiler = ProfilerCallback(tool="memory", steps=[1], folder=str(tmp_path / "out"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train("sft", tmp_path, tiny_folder, chat_file, profiler, RunsOutOfMemory())
+
+    names = {path.name for path in (tmp_path / "out").glob("*.pickle")}
+    assert names == {"memory_step=1_rank=0.pickle", "out_of_memory_rank=0.pickle"}
+    assert histories == [profile_tools.MAX_HISTORY, None]
+
+
+@pytest.mark.parametrize("variable", profile_tools.NSYS_VARIABLES)
+def test_nsys_must_have_started_the_process(monkeypatch, variable):
+    for name in profile_tools.NSYS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="`nsys` has not started this process. Run `nsys profile .*cudaProfilerApi"):
+        make_tool("nsys", torch.device("cuda"))
+
+    monkeypatch.setenv(variable, "1")
+    assert isinstance(make_tool("nsys", torch.device("cuda")), NsysTool)
+
+
+def test_a_step_that_training_does_not_reach_is_missed(tmp_path, tiny_folder, chat_file):
+    profiler = ProfilerCallback(steps=[2, 50], folder=str(tmp_path / "out"))
+
+    with pytest.warns(UserWarning, match="could not record step 50: training ended with step 3"):
+        train(*("sft", tmp_path, tiny_folder, chat_file, profiler), max_steps=-1, max_epochs=1, limit_train_batches=3)
+
+    assert traces(tmp_path / "out") == {"torch_step=2_rank=0"}
 
 
 def test_lightnings_simple_profiler_shows_the_same_phases_beside_it(tmp_path, tiny_folder, chat_file):
