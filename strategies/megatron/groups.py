@@ -31,6 +31,12 @@ class MegatronGroups(DataParallelMixin):
                 copies, timeout=timeout
             )
 
+    def stop_model_parallel_group(self) -> None:
+        """Give it back."""
+        if self._model_parallel_group is not None:
+            dist.destroy_process_group(self._model_parallel_group)
+        self._model_parallel_group = None
+
     @property
     @override
     def data_parallel_group(self) -> dist.ProcessGroup:

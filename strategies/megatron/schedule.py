@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_lightning.metrics import Metric
+from verl_lightning.ranges import named_range
 from verl_lightning.strategies.megatron.scorer import MegatronScorer, ScoreTokens
 from verl_lightning.strategies.megatron.tokens import ModelTokens, model_tokens
 from verl_lightning.types import Scores, TokenBatch
@@ -49,9 +50,10 @@ def run_schedule(
     def forward_step(items: Iterator[tuple[TokenBatch, ModelTokens]], chunk: Any) -> tuple[Tensor, Any]:
         batch, tokens = next(items)
         scorer = ScoreTokens(model=model, tokens=tokens, temperature=batch.temperature, with_entropy=with_entropy)
-        output = chunk(
-            tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed, output_processor=scorer
-        )
+        with named_range("micro_batch"):
+            output = chunk(
+                tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed, output_processor=scorer
+            )
         return output, partial(_finish, finish=finish, names=names, batch=batch)
 
     is_single = len(model.chunks) == 1

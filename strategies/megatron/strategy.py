@@ -39,7 +39,7 @@ from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE, check_settings, is_megatron_folder
 from verl_lightning.strategies.megatron.provider import ModelSettings
-from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel
+from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel, stop_model_parallel
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
@@ -369,12 +369,10 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
 
     @override
     def teardown(self) -> None:
-        from megatron.core import parallel_state
-
         self._trained.clear()
-        self._model_parallel_group = None
         super().teardown()
-        parallel_state.destroy_model_parallel()
+        self.stop_model_parallel_group()
+        stop_model_parallel()
 
     @property
     def _roles(self) -> dict[str, MegatronScorer]:
