@@ -9,8 +9,11 @@ from typing import Any, Literal
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.strategies.conformance import write_inputs
+from tests.callbacks.test_profiler import train
+from tests.strategies.conformance import Bench, write_inputs
 from tests.tiny import tiny_model, tiny_tokenizer
+from verl_lightning.callbacks import ProfilerCallback
+from verl_lightning.strategies import MegatronStrategy
 
 Kind = Literal["dense", "deep", "experts"]
 SCENARIOS = [
@@ -41,17 +44,28 @@ class Layout:
     """Of `conformance`."""
 
 
+STAGES = {"pipeline_parallel_size": 2}
 LAYOUTS: dict[str, Layout] = {
     "data parallel, distributed optimizer": Layout(),
     "data parallel, plain optimizer": Layout(options={"use_distributed_optimizer": False}),
     "tensor parallel": Layout(options={"tensor_parallel_size": 2}),
     "sequence parallel": Layout(options={"tensor_parallel_size": 2, "sequence_parallel": True}, scenarios=FEWER),
-    "pipeline parallel": Layout(options={"pipeline_parallel_size": 2}),
+    "pipeline parallel": Layout(options=STAGES),
     "virtual pipeline": Layout(
         options={"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, kind="deep", scenarios=FEWER
     ),
     "expert parallel": Layout(options={"expert_parallel_size": 2}, kind="experts", scenarios=FEWER),
 }
+
+
+def profiles(bench: Bench) -> None:
+    """Traces of the second step of PPO and of SFT on the second rank, in folders of their names."""
+    data = {"ppo": bench.folder / "prompts.jsonl", "sft": bench.folder / "chats.jsonl"}
+    for task, file in data.items():
+        folder = bench.folder / "profiles" / task
+        profiler = ProfilerCallback(steps=[2], ranks=[1], folder=str(folder))
+        strategy = MegatronStrategy(**bench.options)
+        train(task, folder, bench.folder / "model", file, profiler, strategy=strategy, devices=bench.devices)
 
 
 def write_kinds(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.callbacks.test_profiler import RANGES, names_in, traces
 from tests.strategies.conformance import AGGREGATIONS, Bench, run_scenarios
 from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 
@@ -22,10 +23,11 @@ PAIRS = [(name, scenario) for name, layout in LAYOUTS.items() for scenario in la
 
 
 class Runs(NamedTuple):
-    """Results by scenario: of one process for each kind of model, and of two for each layout."""
+    """Results by scenario: of one process for each kind of model, and of two for each layout; and their folder."""
 
     expected: dict[str, dict[str, Any]]
     actual: dict[str, dict[str, Any]]
+    folder: Path
 
     def of(self, layout: str, scenario: str) -> tuple[Any, Any]:
         """What is compared."""
@@ -47,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         wanted = {scenario for layout in LAYOUTS.values() if layout.kind == kind for scenario in layout.scenarios}
         bench = Bench(strategy="auto", devices=1, folder=folder / kind)
         expected[kind] = dict(run_scenarios(bench, sorted(wanted)))
-    return Runs(expected, torch.load(out))
+    return Runs(expected, torch.load(out), folder)
 
 
 @pytest.mark.parametrize(("layout", "scenario"), PAIRS)
@@ -89,3 +91,18 @@ def test_an_infinite_gradient_is_skipped_and_counted(runs, layout):
     assert results["counts"]["actor/skipped_updates"] == [0.0, 2.0, 0.0]
     moved = [any(change.any() for change in step.values()) for step in results["weight_change"]]
     assert moved == [True, False, True]
+
+
+@pytest.mark.parametrize("task", ["ppo", "sft"])
+def test_traces_hold_every_phase_of_the_chosen_step_and_rank(runs, task):
+    out = runs.folder / "dense" / "profiles" / task
+    assert traces(out) == {"torch_step=2_rank=1"}
+    names = names_in(out / "torch_step=2_rank=1.json.gz")
+    assert names >= RANGES[task]
+    assert {name for name in names if name.startswith("step ")} == {"step 2"}
+
+
+def test_a_training_gives_its_process_groups_back(runs):
+    """Each of gloo's has threads, and there are about thirty of them in a training."""
+    first, *_, last = runs.actual["threads"]
+    assert last < 2 * first
