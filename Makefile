@@ -12,7 +12,7 @@ HERE := not backend and not oracle and not real_model
 LAUNCHES := tests/ray tests/resume tests/strategies
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-fast test-slow test-launches test-long test-backends lint docs reference clean
+.PHONY: install run test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference clean
 
 install: $(VENV)/installed
 
@@ -44,6 +44,10 @@ test-long: install
 
 test-backends:
 	$(PYTHON) tests/run_backends.py
+
+# Needs Chromium, such as `apt-get install chromium`.
+test-browser: install
+	$(BIN)/python tests/browser_check.py
 
 lint: install
 	$(BIN)/ruff check .
