@@ -6,6 +6,8 @@ import logging
 import pyarrow
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the back end `fake`
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pyarrow import parquet
 
@@ -13,6 +15,7 @@ from tests.data.recorder import Recorder, make_trainer
 from tests.tiny import quickstart, tiny_tokenizer
 from verl_lightning.data import PromptDataModule
 from verl_lightning.data.module import data_parallel_rank_and_size
+from verl_lightning.strategies.ddp import DDPStrategy
 
 
 def make_row(content, **columns):
@@ -173,4 +176,8 @@ def test_setup_needs_a_trainer():
 
 def test_ranks_come_from_the_strategy():
     assert data_parallel_rank_and_size(make_trainer()) == (0, 1)
-    assert data_parallel_rank_and_size(make_trainer(strategy="ddp", devices=2)) == (0, 2)
+    dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+    try:
+        assert data_parallel_rank_and_size(make_trainer(strategy=DDPStrategy(), devices=2)) == (1, 2)
+    finally:
+        dist.destroy_process_group()

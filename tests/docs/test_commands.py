@@ -99,10 +99,15 @@ def help_of(command: list[str]) -> str:
         patch.setattr(sys, "argv", [*command, "--help"])
         patch.syspath_prepend(Path(command[0]).parent)
         with pytest.raises(SystemExit) as end:
-            if command[0].endswith(".py"):
-                runpy.run_path(command[0], run_name="__main__")
-            else:
-                (program,) = entry_points(group="console_scripts", name=command[0])
-                program.load()()
+            run_here(command[0])
     assert end.value.code in (0, None)
     return shown.getvalue()
+
+
+def run_here(command: str) -> None:
+    """Runs a script or an installed program in this process."""
+    if command.endswith(".py"):
+        runpy.run_path(command, run_name="__main__")
+    else:
+        (program,) = entry_points(group="console_scripts", name=command)
+        program.load()()
