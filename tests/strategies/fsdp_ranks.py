@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def _run(
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray, if an earlier test has started it, left a handler
     try:
         send.send_bytes(pickle.dumps((function(*args), None)))
     except BaseException:

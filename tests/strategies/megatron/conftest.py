@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,8 +30,14 @@ def run(script: str, folder: Path, *words: Any, code: int = 0) -> Any:
     out.unlink(missing_ok=True)
     command = [sys.executable, HERE / script, "--folder", folder, "--out", out, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
-    assert done.returncode == code, done.stderr[-5000:]
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            returned = process.wait(timeout=800)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # Megatron's writers outlive a process that is killed
+                os.killpg(process.pid, signal.SIGKILL)
+    assert returned == code, (folder / "output.txt").read_text()[-5000:]
     return torch.load(out)
 
 
