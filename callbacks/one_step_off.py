@@ -18,7 +18,7 @@ from verl_lightning.callbacks.shared_rollout import own_part, part_of
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.joining import join_rollouts, select_prompts
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.types import Rollout
 
@@ -232,12 +232,8 @@ def deal_out(saved: Sequence[dict[str, Any]], *, rank: int, ranks: int, pad_toke
         return parts[rank]
     joined = join_rollouts(parts, pad_token_id=pad_token_id)
     share = len(saved[0]["row_index"])
-    num_samples = len(parts[0]) // share
     wanted = torch.arange(rank, share * len(parts), ranks)
-    places = wanted % len(parts) * share + wanted // len(parts)
-    rows = places[:, None] * num_samples + torch.arange(num_samples)
-    chosen = joined.select(rows.flatten())
-    return dataclasses.replace(chosen, prompt_index=torch.arange(len(places)).repeat_interleave(num_samples))
+    return select_prompts(joined, wanted % len(parts) * share + wanted // len(parts))
 
 
 def check_overlap(module: LightningModule) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from verl_lightning.rollout.base import Prompts
-from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.joining import join_rollouts, select_prompts
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Rollout
 
@@ -40,9 +40,7 @@ def part_of(whole: Rollout, contract: PostTrainingStrategy) -> Rollout:
     if contract.model_parallel_size == 1:
         return whole
     num_prompts = int(whole.prompt_index.max()) + 1
-    own, samples = torch.tensor(_own_rows(num_prompts, contract)), torch.arange(len(whole) // num_prompts)
-    part = whole.select((own[:, None] * len(samples) + samples).flatten())
-    return dataclasses.replace(part, prompt_index=torch.arange(len(own)).repeat_interleave(len(samples)))
+    return select_prompts(whole, torch.tensor(_own_rows(num_prompts, contract)))
 
 
 def join_parts(part: Rollout, contract: PostTrainingStrategy, *, num_prompts: int, pad_token_id: int) -> Rollout:

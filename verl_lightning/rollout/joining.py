@@ -1,12 +1,14 @@
-"""Several rollouts as one."""
+"""Several rollouts as one, and a part of one by itself."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Int
 from torch import Tensor
 
 from verl_lightning.types import Rollout
@@ -29,6 +31,19 @@ def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
         [part.prompt_index + offset for part, offset in zip(parts, offsets, strict=True)]
     )
     return Rollout(temperature=parts[0].temperature, **joined)
+
+
+def select_prompts(rollout: Rollout, prompts: Int[Tensor, " chosen"]) -> Rollout:
+    """The responses to some prompts, numbered anew in this order.
+
+    Args:
+        rollout: With as many responses to each prompt, group after group.
+        prompts: Their numbers in it.
+    """
+    num_samples = len(rollout) // (int(rollout.prompt_index.max()) + 1)
+    rows = prompts[:, None] * num_samples + torch.arange(num_samples)
+    chosen = rollout.select(rows.flatten())
+    return dataclasses.replace(chosen, prompt_index=torch.arange(len(prompts)).repeat_interleave(num_samples))
 
 
 def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:
