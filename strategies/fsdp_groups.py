@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
-from verl_lightning.models.attention import VARLEN, packing_obstacle
+from verl_lightning.models.attention import UNTESTED, VARLEN, packing_obstacle
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.strategies.base import DataParallelMixin
@@ -88,7 +88,7 @@ def packed_attention(config: ModelConfig) -> ModelConfig:
             "`fsdp.sequence_parallel_size` shares packed sequences among ranks, but the model has `packing: never`."
             " Set it to `auto` or `always`, or `fsdp.sequence_parallel_size` to 1."
         )
-    return replace(config, attn_implementation="varlen")
+    return replace(config, attn_implementation=VARLEN)
 
 
 def check_shares(model: TokenScorer, size: int) -> None:
@@ -103,7 +103,7 @@ def check_shares(model: TokenScorer, size: int) -> None:
     """
     backbone, name = model.backbone, type(model.backbone).__name__
     if not model.packs:
-        obstacle = packing_obstacle(backbone) or "it was not tested; set `packing: always` to try it"
+        obstacle = packing_obstacle(backbone) or UNTESTED
         raise MisconfigurationException(
             f"`fsdp.sequence_parallel_size` ({size}) shares packed sequences among ranks, but `{name}` is not packed:"
             f" {obstacle}."

@@ -6,7 +6,6 @@ a config in the form that it reads, and each weight under the name that it knows
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_pieces, checked_overrides, provider_fields
+from verl_lightning.strategies.megatron.runtime import installed_version
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -168,10 +168,7 @@ def import_mbridge() -> None:
     Raises:
         MisconfigurationException: If it is missing or of another version.
     """
-    try:
-        version = importlib.metadata.version("mbridge")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = installed_version("mbridge")
     if not version.startswith(VERSION):
         raise MisconfigurationException(
             f"`megatron.bridge: mbridge` needs `mbridge` {VERSION}x, found {version}. Run `pip install --no-deps"

@@ -37,10 +37,7 @@ def import_megatron() -> None:
     if "megatron.bridge" in sys.modules:
         return
     for package, prefix in VERSIONS.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "none"
+        version = installed_version(package)
         if not version.startswith(prefix):
             raise MisconfigurationException(
                 f"`trainer.strategy: megatron` needs `{package}` {prefix}x on Python 3.12, found {version}."
@@ -54,6 +51,14 @@ def import_megatron() -> None:
         else:
             _import_bridge_without_transformer_engine()
     rank_zero_info(f"Megatron-Core computes {'with' if has_te else 'without'} TransformerEngine.")
+
+
+def installed_version(package: str) -> str:
+    """Of a distribution; ``none`` if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _import_bridge_without_transformer_engine() -> None:

@@ -19,7 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from verl_lightning.models.sequence_parallel import SequencePart
 
-VARLEN = "varlen"
+VARLEN: Final = "varlen"
+
+UNTESTED = "it was not tested; set `packing: always` to try it"
+"""Why a model that could be packed is not."""
 
 PACKS_BY_DEFAULT = frozenset(
     {"granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}

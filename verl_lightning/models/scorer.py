@@ -26,6 +26,7 @@ from verl_lightning.functional.log_probs import (
 )
 from verl_lightning.models.attention import (
     PACKS_BY_DEFAULT,
+    UNTESTED,
     VARLEN,
     best_attention,
     knows_boundaries,
@@ -281,7 +282,7 @@ def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
     if not knows_boundaries(backbone.config._attn_implementation):
         return False
     if obstacle is None and backbone.config.model_type not in PACKS_BY_DEFAULT:
-        obstacle = "it was not tested; set `packing: always` to try it"
+        obstacle = UNTESTED
     if obstacle is not None and backbone.device.type != "meta":  # else the same model follows with its weights
         rank_zero_info(f"`{type(backbone).__name__}` is trained on padded batches: {obstacle}.")
     return obstacle is None
