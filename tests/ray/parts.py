@@ -7,7 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import ray
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from verl_lightning.launch.reporter import Reporter
 
 
 class KillOnce(Callback):
@@ -32,7 +35,14 @@ class KillOnce(Callback):
         marker = Path("killed")
         if not marker.exists():
             marker.touch()
+            wait_for_reports(module.trainer)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_reports(trainer: Trainer) -> None:
+    """Until the board has heard what this rank told it; a process that is killed at once takes that along."""
+    [reporter] = [callback for callback in trainer.callbacks if isinstance(callback, Reporter)]
+    ray.get(reporter.board.describe.remote(trainer.global_rank))  # an actor hears each caller in the caller's order
 
 
 class StepMarker(Callback):

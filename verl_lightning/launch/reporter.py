@@ -27,21 +27,24 @@ class Reporter(Callback):
     """
 
     def __init__(self, board: Any) -> None:
-        self._board = board
+        self.board = board
+        """Whom this tells."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        import ray
+
         # Not in `setup`, before which a `ModelCheckpoint` need not have found its folder.
         folders = [callback.dirpath for callback in last_checkpoint_callbacks(trainer)]
         logger = trainer.logger
         version = logger.version if isinstance(logger, ResumableCSVLogger) else None
         if trainer.is_global_zero:
             paths = tuple(str(Path(folder).absolute()) for folder in folders if folder is not None)
-            self._board.keep_folder.remote(RunFolder(log_version=version, checkpoint_folders=paths))
+            ray.get(self.board.keep_folder.remote(RunFolder(log_version=version, checkpoint_folders=paths)))
 
     def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
-        """Called as each phase begins."""
-        self._board.enter.remote(module.trainer.global_rank, module.trainer.global_step, phase)
+        """Called as each phase begins; the step does not wait until the board has heard."""
+        self.board.enter.remote(module.trainer.global_rank, module.trainer.global_step, phase)
 
     @override
     def on_train_batch_end(
@@ -49,7 +52,7 @@ class Reporter(Callback):
     ) -> None:
         import ray
 
-        asked = ray.get(self._board.stop_reason.remote()) if trainer.is_global_zero else None
+        asked = ray.get(self.board.stop_reason.remote()) if trainer.is_global_zero else None
         reason = trainer.strategy.broadcast(asked)
         if reason is None:
             return
@@ -58,7 +61,7 @@ class Reporter(Callback):
             trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             where = f"saved in `{paths[0]}`" if paths else "nothing saved, for no `ModelCheckpoint` has `save_last`"
-            ray.get(self._board.keep_saved.remote(f"stopped after step {trainer.global_step}, {where}"))
+            ray.get(self.board.keep_saved.remote(f"stopped after step {trainer.global_step}, {where}"))
         raise StoppedOnRequest(reason)
 
 
