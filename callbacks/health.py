@@ -147,8 +147,10 @@ class HealthMonitor(Callback):
             return None
         lowest, highest = (metrics[name] for name in SCORES)
         self._lowest, self._highest = min(self._lowest, lowest), max(self._highest, highest)
-        if self._highest - self._lowest > limit:
-            self._lowest, self._highest = lowest, highest  # a constant time may begin here
+        if self._highest - self._lowest > limit:  # a constant time may begin with this step
+            self._lowest, self._highest = lowest, highest
+            self._bad_steps["reward"] = 0
+        if highest - lowest > limit:
             return None
         text = f"all rewards lie within {self._lowest:.4g} and {self._highest:.4g} (`critic/score/*`)"
         return Finding(text, "Check the reward function and the answers that it compares with.")

@@ -38,7 +38,7 @@ def run(tmp_path, tiny_folder, chat_file):
     return fit
 
 
-CASES = [
+CASES = [  # of which steps 2 and 3 or step 2 alone are wrong
     ("entropy", {"actor__entropy": [0.5, 0.05, 0.04, 0.03]}, 0.1, "`actor/entropy` is 0.05 nats, below 0.1"),
     ("kl", {"actor__ref_kl": [0.5, 2.0, 3.0, 3.0]}, 1.0, "`actor/ref_kl` is 2 nats, above 1"),
     ("kl", {"actor__ppo_kl": [0.5, 2.0, 3.0, 3.0]}, 1.0, "`actor/ppo_kl` is 2 nats, above 1"),
@@ -46,6 +46,7 @@ CASES = [
     ("finite", {"actor__pg_loss": [0.0, math.nan, 0.0, 0.0]}, 0.0, "`actor/pg_loss` is nan"),
     ("finite", {"actor__grad_norm": [0.0, math.inf, 0.0, 0.0]}, 0.0, "`actor/grad_norm` is inf"),
     ("finite", {"actor__skipped_updates": [0, 2.0, 0, 0]}, 0.0, r"2 updates had .* \(`actor/skipped_updates`\)"),
+    ("reward", {"critic__score__min": [0, 1, 0, 0], "critic__score__max": [2, 1, 2, 2]}, 0.0, "within 1 and 1"),
 ]
 
 
@@ -57,17 +58,23 @@ def test_each_check_stops_at_the_step_that_is_wrong(run, name, columns, limit, m
         assert run(monitor, **columns) == 2
 
 
-def test_a_warning_lets_the_run_go_on_and_comes_once(run):
-    monitor = HealthMonitor(**QUIET | {"entropy": HealthCheck(limit=0.1)})
+@pytest.mark.parametrize(("name", "columns", "limit", "message"), CASES)
+def test_each_check_can_warn_only(run, name, columns, limit, message):
+    monitor = HealthMonitor(**QUIET | {name: HealthCheck(level="warn", limit=limit)})
 
-    with pytest.warns(UserWarning, match="actor/entropy") as caught:
-        assert run(monitor, actor__entropy=[0.01, 0.01, 0.01, 0.01]) == 4
-    assert len([warning for warning in caught if "entropy" in str(warning.message)]) == 1
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert run(monitor, **columns) == 4
+    [warning] = [warning for warning in caught if "Step " in str(warning.message)]
+    assert str(warning.message).startswith("Step 2: ")
+    assert "Training stops" not in str(warning.message)
 
 
 def test_what_is_off_is_not_looked_at(run):
+    columns = {name: values for _, case, _, _ in CASES for name, values in case.items()}
+
     with warnings.catch_warnings():
-        assert run(HealthMonitor(**QUIET), actor__entropy=[0.0] * 4, actor__pg_loss=[math.nan] * 4) == 4
+        warnings.filterwarnings("error", message="Step ")
+        assert run(HealthMonitor(**QUIET), **columns) == 4
 
 
 def test_patience_counts_steps_in_a_row(run):
@@ -79,11 +86,11 @@ def test_patience_counts_steps_in_a_row(run):
 
 
 def test_constant_rewards_stop_the_run(run):
-    """Constant within each step but not from step 1 to 2."""
+    """Constant within each step, but not from step 1 to 2."""
     monitor = HealthMonitor(**QUIET | {"reward": HealthCheck(level="stop", patience=2)})
     scores = [0.0, 1.0, 1.0, 1.0]
 
-    with pytest.warns(UserWarning, match="Step 4: all rewards lie within 1 and 1"):
+    with pytest.warns(UserWarning, match="Step 3: all rewards lie within 1 and 1 .* for 2 logged steps"):
         run(monitor, critic__score__min=scores, critic__score__max=scores)
 
 
