@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from typing_extensions import override
 
@@ -32,6 +33,12 @@ class PhaseProgressBar(TQDMProgressBar):
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave)
+        self._is_drawn = False  # whether there is a bar for training
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._is_drawn = True
 
     def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
         """Show the phase that begins."""
@@ -39,11 +46,11 @@ class PhaseProgressBar(TQDMProgressBar):
             return
         trainer = module.trainer
         name = PHASE_NAMES.get(phase, phase)
-        if trainer.training:
+        if trainer.training and self._is_drawn:  # a checkpoint may be saved before training starts
             self.train_progress_bar.set_description(f"Step {trainer.global_step} {name}")
         elif trainer.testing:
             self.test_progress_bar.set_description(f"Testing {name}")
-        elif not trainer.sanity_checking:
+        elif trainer.validating:
             self.val_progress_bar.set_description(f"Validation {name}")
 
     @override

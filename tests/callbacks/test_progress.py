@@ -42,5 +42,23 @@ def test_the_bar_shows_phases_reward_and_speed(fit, capsys):
     assert "v_num" not in output
 
 
+class SavesEarly(Callback):
+    """Saves a checkpoint before there is a bar, as `BatchSizeFinder` does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_start(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_may_be_saved_before_the_bar_is_there(fit, tmp_path):
+    saves = SavesEarly(tmp_path / "early.ckpt")
+
+    fit(PhaseProgressBar(), saves, enable_progress_bar=True, max_steps=1)
+
+    assert saves.path.exists()
+
+
 def test_a_bar_that_is_off_lets_training_go_on(fit):
     assert fit(PhaseProgressBar(refresh_rate=0), enable_progress_bar=True, max_steps=1).trainer.global_step == 1
