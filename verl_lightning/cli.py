@@ -16,6 +16,9 @@ from typing import NoReturn
 SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
 
+OTHER_SUBCOMMANDS = ("ray", "migrate", "doctor")
+"""Those that are answered without Lightning's CLI."""
+
 HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit migrate FILE [KEY=VALUE ...]
@@ -108,10 +111,12 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: If a configuration is neither a file nor the name of a shipped one.
-        ValueError: If `--config` has no value.
+        ValueError: If `--config` has no value, or the first word is neither a flag nor a subcommand.
     """
     named = bool(argv) and argv[0] in SUBCOMMANDS
-    command, words = (argv[0], iter(argv[1:])) if named else (SUBCOMMANDS[0], iter(argv))
+    command, rest = (argv[0], argv[1:]) if named else (SUBCOMMANDS[0], argv)
+    check_first_word(*rest[:1])
+    words = iter(rest)
     configs: list[str] = []
     flags: list[str] = []
     for word in words:
@@ -123,6 +128,19 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
         else:
             flags.append(word)
     return [command, *configs, *flags]
+
+
+def check_first_word(word: str = "--") -> None:
+    """Refuses what stands where the first flag should.
+
+    Raises:
+        ValueError: If it is no flag.
+    """
+    if word.startswith("-") or word in SUBCOMMANDS:  # the parser says that a subcommand comes first
+        return
+    if word.endswith((".yaml", ".yml")) or word in shipped_configs():
+        raise ValueError(f"say that `{word}` is a configuration: `--config {word}`.")
+    raise ValueError(f"there is no subcommand `{word}`. Choose from {', '.join((*SUBCOMMANDS, *OTHER_SUBCOMMANDS))}.")
 
 
 def find_config(name: str) -> Path:

@@ -16,6 +16,7 @@ from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
@@ -45,6 +46,13 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "inference_mode": False,  # inference tensors can't enter a later autograd graph, nor be sharded
 }
 """Where `verl-fit` differs from Lightning's Trainer."""
+
+SWITCHES: dict[str, type[Callback]] = {
+    "enable_progress_bar": ProgressBar,
+    "enable_checkpointing": Checkpoint,
+    "logger": LearningRateMonitor,
+}
+"""Settings of the trainer that turn callbacks off; Lightning refuses to have both."""
 
 MARKETING = ("litlogger", "litmodels")
 
@@ -174,7 +182,8 @@ class CLI(LightningCLI):
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
         register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
-        made = super().instantiate_trainer(callbacks=[c for c in own if c is not None] + others, **kwargs)
+        callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
+        made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         self._tell_of_unused_groups(made)
         if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_wandb_checkpoint(made)):
             self.config_init[self.subcommand].ckpt_path = str(found)
@@ -210,6 +219,14 @@ class CLI(LightningCLI):
                 " Train with `ModelCheckpoint(save_last=True)`, or give the checkpoint's path."
             )
         self.config_init[self.subcommand].ckpt_path = str(checkpoint)
+
+
+def without_switched_off(trainer: Namespace, callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks that no switch of the trainer turns off, as no flag can take one out of a file's list."""
+    off = tuple(kind for key, kind in SWITCHES.items() if trainer.get(key) is False)
+    if names := [type(callback).__name__ for callback in callbacks if isinstance(callback, off)]:
+        rank_zero_info(f"Switched off: {', '.join(names)}.")
+    return [callback for callback in callbacks if not isinstance(callback, off)]
 
 
 def slot_help(base: type[Callback]) -> str:

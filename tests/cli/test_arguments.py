@@ -52,6 +52,19 @@ def test_config_without_a_value_is_refused(words):
         normalize_arguments(words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["base.yaml"], "say that `base.yaml` is a configuration: `--config base.yaml`"),
+        (["fit", "grpo", "--a"], "say that `grpo` is a configuration: `--config grpo`"),
+        (["predict"], "there is no subcommand `predict`. Choose from fit, validate, test, ray, migrate, doctor"),
+    ],
+)
+def test_a_first_word_without_a_meaning_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        normalize_arguments(words)
+
+
 @pytest.mark.parametrize("suffix", ["", ".yaml"])
 def test_every_shipped_config_is_found_by_name(suffix):
     for name, path in shipped_configs().items():

@@ -68,6 +68,25 @@ def test_slots_come_before_other_callbacks_and_null_leaves_them_out(parse):
     assert ToyRollout not in map(type, parse("--rollout", "null").trainer.callbacks)
 
 
+@pytest.mark.parametrize(
+    ("switch", "left"),
+    [
+        ("enable_progress_bar", ["ModelCheckpoint", "HFCheckpoint", "LearningRateMonitor"]),
+        ("enable_checkpointing", ["LearningRateMonitor", "PhaseProgressBar"]),
+        ("logger", ["ModelCheckpoint", "HFCheckpoint", "PhaseProgressBar"]),
+    ],
+)
+def test_a_switch_of_the_trainer_leaves_callbacks_of_a_file_out(parse, folder, caplog, switch, left):
+    """Lightning refuses to have both."""
+    names = ["ModelCheckpoint", "HFCheckpoint", "LearningRateMonitor", "PhaseProgressBar"]
+    (folder / "over.yaml").write_text(f"trainer: {{enable_progress_bar: true, callbacks: [{', '.join(names)}]}}")
+    with caplog.at_level("INFO"):
+        trainer = parse("--config", "over.yaml", f"--trainer.{switch}", "false").trainer
+    kinds = [type(callback).__name__ for callback in trainer.callbacks]
+    assert [name for name in names if name in kinds] == left
+    assert f"Switched off: {', '.join(name for name in names if name not in left)}." in caplog.messages
+
+
 def test_class_switch_drops_the_settings_of_the_other_class(parse):
     judge = parse("--model.judge", "Lenient", "--model.judge.smile", "1").model.judge
     assert isinstance(judge, Lenient)
