@@ -96,6 +96,20 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, tiny_folder, promp
         resume(tmp_path, tiny_folder, prompt_file, saved)
 
 
+def test_sft_is_not_gone_on_with_by_ppo(tmp_path, tiny_folder, prompt_file, saved):
+    """Lightning would restore the batches of one and the steps of neither."""
+    checkpoint = torch.load(saved)
+    assert checkpoint["automatic_optimization"] is False
+    torch.save(checkpoint | {"automatic_optimization": True}, saved)
+    with pytest.raises(ValueError, match="is of SFT, with whose steps.* a `PPOModule` can't go on. Start from its"):
+        resume(tmp_path, tiny_folder, prompt_file, saved)
+
+    (metrics,) = make_trainer(tmp_path, make_rollout()).validate(
+        make_ppo(tiny_folder), datamodule=make_prompts(prompt_file, prompt_file), ckpt_path=saved, verbose=False
+    )
+    assert "val/reward" in metrics
+
+
 @pytest.mark.parametrize("read", [AtomicCheckpointIO().load_checkpoint, FSDPStrategy().load_checkpoint])
 def test_an_older_folder_of_megatrons_is_refused_with_the_way_out(tmp_path, read):
     torch.save({"state_dict": {}}, tmp_path / "megatron_meta.pt")

@@ -43,6 +43,7 @@ from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
+OPTIMIZATION_KEY = "automatic_optimization"
 SHAPES_KEY = "weight_shapes"
 BASES_KEY = "base_fingerprints"
 
@@ -243,6 +244,7 @@ class PostTrainingModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[OPTIMIZATION_KEY] = self.automatic_optimization
         checkpoint[SHAPES_KEY] = self._weight_shapes()
         checkpoint[BASES_KEY] = self.base_fingerprints
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
@@ -252,6 +254,13 @@ class PostTrainingModule(LightningModule):
         theirs, ours = checkpoint.get(SHAPES_KEY), self._weight_shapes()
         if theirs is None:
             raise ValueError("`ckpt_path` is not a checkpoint of a verl_lightning module; give one that `fit` wrote.")
+        is_automatic = checkpoint.get(OPTIMIZATION_KEY, self.automatic_optimization)
+        if self.trainer.training and is_automatic != self.automatic_optimization:
+            raise ValueError(
+                f"`ckpt_path` is of {'SFT' if is_automatic else 'PPO'}, with whose steps and optimizers a"
+                f" `{type(self).__name__}` can't go on. Start from its weights: give `actor.path` the folder that its"
+                " `HFCheckpoint` or `verl-export` wrote."
+            )
         if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
             name = wrong[0]
             raise ValueError(
