@@ -128,6 +128,25 @@ def test_suggestion_ignores_the_group_that_both_share():
     assert did_you_mean("model.advantage.sdt", ["model.advantage.std"]) == " Did you mean `model.advantage.std`?"
 
 
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("config.json", "is a Hugging Face folder, which can't resume a run. Start from it: `model.actor.path`."),
+        ("adapter_config.json", "is a PEFT folder, which can't resume a run. Start from it: `model.actor.lora.adapter"),
+        ("checkpoints/last.ckpt", "is not a checkpoint. Did you mean `saved/checkpoints/last.ckpt`?"),
+        ("config.yaml", "is not a checkpoint. Give its file or folder, or `last`."),
+    ],
+)
+def test_a_folder_that_cannot_resume_is_told_apart(refuse, folder, file, sentence):
+    path = folder / "saved" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+
+    said = refuse("--config", "base.yaml", "--ckpt_path", "saved")
+
+    assert said.startswith(f"`--ckpt_path saved` {sentence}")
+
+
 def test_failure_is_read_from_the_innermost_level():
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
