@@ -208,7 +208,7 @@ def random_batches(vocab_size: int, length: int, count: int, *, sharing: int = 1
     generator = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", "0")) // sharing)
     ids = torch.randint(0, vocab_size, (count, 2, length), generator=generator)
     mask = torch.ones(2, length, dtype=torch.bool)
-    lengths = (RowLength(length, length - 1),) * 2
+    lengths = (RowLength(length, length - 1, 1, length - 1),) * 2
     batches = [
         TokenBatch(input_ids=rows, attention_mask=mask, response_mask=mask[:, 1:], row_lengths=lengths) for rows in ids
     ]

@@ -106,7 +106,7 @@ class Chats(LightningDataModule):
             input_ids=torch.where(mask, ids, 0),
             attention_mask=mask,
             response_mask=mask[:, 1:],
-            row_lengths=tuple(RowLength(n, n - 1) for n in lengths.tolist()),
+            row_lengths=tuple(RowLength(n, n - 1, 1, n - 1) for n in lengths.tolist()),
         )
 
 

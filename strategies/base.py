@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,8 @@ from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
-from verl_lightning.types import Scores, TokenBatch
+from verl_lightning.types import BatchT, Scores, TokenBatch
 
-BatchT = TypeVar("BatchT", bound=TokenBatch)
 LossFn = Callable[[Scores, BatchT], tuple[Tensor, Mapping[str, Metric]]]
 """From a model's scores and the micro-batch to a loss that is already divided by the totals of the whole optimizer
 step over all ranks (so that micro-batches and ranks are summed, never averaged), and its metrics."""

@@ -25,7 +25,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.weights import merged_weights, whole
-from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
+from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import (
@@ -46,7 +46,7 @@ from verl_lightning.strategies.fsdp_shard import (
 )
 from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
-from verl_lightning.types import Scores, TokenBatch
+from verl_lightning.types import BatchT, Scores, TokenBatch
 
 FOLDER_KEY = "sharded_folder"
 """Where a sharded checkpoint's tensors lie, beside its other contents while it is loaded."""

@@ -51,6 +51,15 @@ def test_spread_of_numbers():
     assert spread("length", torch.tensor([])) == {}
 
 
+def test_spread_of_masked_numbers():
+    """What is masked is never read; nothing is said of no number, and another rank's numbers alone count then."""
+    metrics = spread("value", torch.tensor([5.0, -2.0, torch.nan]), torch.tensor([False, True, False]))
+    nothing = spread("value", torch.tensor([9.0]), torch.tensor([False]))
+    assert table(nothing, metrics).reduce(lambda value: [value]) == dict.fromkeys(metrics, -2.0)
+    assert table(nothing).reduce(gather_with(table(metrics))) == dict.fromkeys(metrics, -2.0)
+    assert table(nothing).reduce(lambda value: [value]) == {}
+
+
 def test_metrics_hold_no_graph():
     loss = torch.ones(2, requires_grad=True)
     assert not masked_mean(loss * 2, torch.ones(2).bool()).total.requires_grad

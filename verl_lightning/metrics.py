@@ -18,6 +18,7 @@ class Metric(NamedTuple):
     kind: Kind
     total: Number
     weight: Number = 1.0
+    """What a mean is divided by; at 0 there is nothing to report."""
 
     def merge(self, other: Metric) -> Metric:
         """Both parts as one.
@@ -27,12 +28,14 @@ class Metric(NamedTuple):
         """
         if self.kind != other.kind:
             raise ValueError(f"a metric cannot be both a {self.kind} and a {other.kind}")
+        weight = self.weight + other.weight
         if self.kind in ("mean", "sum"):
-            return Metric(self.kind, self.total + other.total, self.weight + other.weight)
+            return Metric(self.kind, self.total + other.total, weight)
         if isinstance(self.total, Tensor) and isinstance(other.total, Tensor):  # Python's `max` waits for the device
             better = torch.maximum if self.kind == "max" else torch.minimum
-            return Metric(self.kind, better(self.total, other.total))
-        return Metric(self.kind, max(self.total, other.total) if self.kind == "max" else min(self.total, other.total))
+            return Metric(self.kind, better(self.total, other.total), weight)
+        best = max(self.total, other.total) if self.kind == "max" else min(self.total, other.total)
+        return Metric(self.kind, best, weight)
 
     @property
     def value(self) -> Number:
@@ -55,16 +58,28 @@ def total(value: Number) -> Metric:
     return Metric("sum", value)
 
 
-def spread(name: str, values: Tensor) -> dict[str, Metric]:
-    """``name/mean``, ``name/max`` and ``name/min`` of the given numbers; nothing if there are none."""
+def spread(name: str, values: Tensor, mask: Tensor | None = None) -> dict[str, Metric]:
+    """``name/mean``, ``name/max`` and ``name/min`` of the given numbers; nothing is reported if there are none.
+
+    Args:
+        name: Of all three.
+        values: The numbers.
+        mask: True on those that count; unlike an index it does not wait for the device. None counts all.
+    """
     if values.numel() == 0:
         return {}
     values = values.detach().float()
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    count = mask.sum()
     return {
-        f"{name}/mean": Metric("mean", values.sum(), float(values.numel())),
-        f"{name}/max": Metric("max", values.max()),
-        f"{name}/min": Metric("min", values.min()),
+        f"{name}/mean": Metric("mean", torch.where(mask, values, 0.0).sum(), count),
+        f"{name}/max": Metric("max", _largest(values, mask), count),
+        f"{name}/min": Metric("min", -_largest(-values, mask), count),
     }
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, -torch.inf).max()
 
 
 class MetricTable:
@@ -84,7 +99,7 @@ class MetricTable:
         return self._metrics
 
     def reduce(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """The metrics over all ranks; a mean over nothing is left out. Collective; ranks may hold different names.
+        """The metrics over all ranks; one of nothing is left out. Collective; ranks may hold different names.
 
         Args:
             gather: Returns a list of every data-parallel rank's argument.
@@ -92,7 +107,7 @@ class MetricTable:
         merged = MetricTable()
         for part in gather(self._to_floats()):
             merged.add({name: Metric(*fields) for name, fields in part.items()})
-        known = {name: metric for name, metric in merged._metrics.items() if metric.kind != "mean" or metric.weight}
+        known = {name: metric for name, metric in merged._metrics.items() if metric.weight}
         return {name: float(metric.value) for name, metric in known.items()}
 
     def _to_floats(self) -> dict[str, tuple[Kind, float, float]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,10 +13,19 @@ from torch import Tensor
 
 
 class RowLength(NamedTuple):
-    """How many tokens of a row are real, and on how many of them it is trained."""
+    """How long a row is, in tokens."""
 
     tokens: int
+    """Real ones."""
+
     scored: int
+    """Those that it is trained on."""
+
+    prompt: int
+    """Columns from the prompt's first real token on."""
+
+    response: int
+    """Columns up to the response's last real token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +66,19 @@ class TokenBatch:
 
     def known_lengths(self) -> tuple[RowLength, ...]:
         """Each row's; counted if need be, which waits for the device."""
-        if self.row_lengths is not None:
-            return self.row_lengths
-        counts = torch.stack([self.attention_mask.sum(-1), self.response_mask.sum(-1)], dim=1)
-        return tuple(RowLength(*row) for row in counts.tolist())
+        (counted,) = with_lengths([self])
+        assert counted.row_lengths is not None
+        return counted.row_lengths
+
+    def count(self) -> Int[Tensor, "batch 4"]:
+        """The `RowLength` of each row, on the device."""
+        is_real, prompt_width = self.attention_mask, self.input_ids.shape[1] - self.response_mask.shape[1]
+        prompt, response = _last_true(is_real[:, :prompt_width].flip(-1)), _last_true(is_real[:, prompt_width:])
+        return torch.stack([is_real.sum(-1), self.response_mask.sum(-1), prompt, response], dim=1)
 
     def to(self, device: torch.device) -> Self:
         """The same batch on another device."""
-        return self._map_tensors(lambda tensor: _send(tensor, device))
+        return self._map_tensors(lambda tensor: send(tensor, device))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -72,10 +86,35 @@ class TokenBatch:
         return dataclasses.replace(self, **changed)
 
 
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory alone does a copy to a GPU not hold up the host until the GPU has done all its work.
+BatchT = TypeVar("BatchT", bound=TokenBatch)
+
+
+def with_lengths(batches: Sequence[BatchT]) -> list[BatchT]:
+    """Batches whose row lengths the host knows. Waits for the device once if it must count."""
+    unknown = [batch for batch in batches if batch.row_lengths is None]
+    if not unknown:
+        return list(batches)
+    rows = iter(torch.cat([batch.count() for batch in unknown]).tolist())
+    counted = [tuple(RowLength(*next(rows)) for _ in range(len(batch))) for batch in unknown]
+    lengths = iter(counted)
+    return [
+        batch if batch.row_lengths is not None else dataclasses.replace(batch, row_lengths=next(lengths))
+        for batch in batches
+    ]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device, without holding up the host until that device has done all its work."""
+    # Which from pinned memory alone a copy to a GPU does not.
     is_upload = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=True)
+
+
+def _last_true(mask: Bool[Tensor, "rows columns"]) -> Int[Tensor, " rows"]:
+    """How many columns reach up to each row's last True."""
+    if mask.shape[1] == 0:
+        return mask.sum(-1)
+    return torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelSize
 from verl_lightning.seeding import run_seed
-from verl_lightning.strategies.base import BatchT, LossFn, blank, gradients_unsynced
+from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.megatron.checkpoint import (
     load_models,
     load_optimizer,
@@ -44,7 +44,7 @@ from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, r
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
 from verl_lightning.strategies.memory import ModelMemory
-from verl_lightning.types import Scores, TokenBatch
+from verl_lightning.types import BatchT, Scores, TokenBatch
 
 FOLDER_KEY = "megatron_folder"
 """Where a checkpoint's tensors lie, beside its other contents while it is loaded."""

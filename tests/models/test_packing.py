@@ -108,7 +108,7 @@ def test_what_lies_where():
     assert packed.labels.tolist() == [[12, 13, 23]]
     assert packed.predictors.tolist() == [0, 1, 4]
     assert packed.unpack(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
-    assert batch.known_lengths() == (RowLength(3, 2), RowLength(3, 1))
+    assert batch.known_lengths() == (RowLength(3, 2, 1, 2), RowLength(3, 1, 2, 1))
 
 
 def test_lengths_follow_their_rows():

@@ -16,9 +16,9 @@ from tests.tiny import write_uneven_chat_file
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
-from verl_lightning.modules.token_budget import RowSize, TokenBudget
+from verl_lightning.modules.token_budget import TokenBudget
 from verl_lightning.strategies import STRATEGIES
-from verl_lightning.types import Scores, TokenBatch
+from verl_lightning.types import RowLength, Scores, TokenBatch
 
 SHAPES = {
     "equal": lambda: torch.full((12,), 8),
@@ -37,7 +37,7 @@ def make_budget(**changes):
 
 def sizes(lengths):
     """Rows whose prompts are a third of them."""
-    return [RowSize(prompt=length // 3, response=length - length // 3, tokens=length) for length in lengths.tolist()]
+    return [RowLength(n, scored=0, prompt=n // 3, response=n - n // 3) for n in lengths.tolist()]
 
 
 def content(rows, part, packs):

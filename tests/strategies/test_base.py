@@ -177,7 +177,7 @@ def test_our_ddp_warns_of_nothing(tmp_path, tiny_folder, prompt_file):
     on_ranks(2, train_ppo, tmp_path, tiny_folder, prompt_file)
 
 
-@pytest.mark.parametrize("lengths", [None, (RowLength(3, 2), RowLength(2, 1))])
+@pytest.mark.parametrize("lengths", [None, (RowLength(3, 2, 1, 2), RowLength(2, 1, 0, 2))])
 def test_a_blank_row_says_that_nothing_of_it_is_scored(lengths):
     """Whoever packs it trusts the lengths that it brings."""
     batch = TokenBatch(
@@ -191,4 +191,4 @@ def test_a_blank_row_says_that_nothing_of_it_is_scored(lengths):
 
     assert len(row) == 1
     assert not row.response_mask.any()
-    assert row.known_lengths() == (RowLength(3, 0),)
+    assert row.known_lengths() == (RowLength(3, 0, 1, 2),)

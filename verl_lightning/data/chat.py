@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -19,7 +18,7 @@ from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.spans import Span, Supervise, assistant_spans
 from verl_lightning.data.templates import ChatRenderer, clean_messages
-from verl_lightning.types import TokenBatch
+from verl_lightning.types import TokenBatch, with_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ class ChatDataModule(TokenizedDataModule):
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
         tokens = batch if isinstance(batch, TokenBatch) else TokenBatch(**batch)
-        return dataclasses.replace(tokens, row_lengths=tokens.known_lengths())  # while they can be read at once
+        return with_lengths([tokens])[0]  # while they can be read at once
 
     def _supervised(self, chats: list[TokenizedChat], names: list[str]) -> list[TokenizedChat]:
         kept = [chat for chat in chats if any(chat.is_supervised[1:])]

@@ -24,7 +24,7 @@ from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
 from verl_lightning.strategies.base import PostTrainingStrategy
-from verl_lightning.types import Experience, Rollout, Scores
+from verl_lightning.types import Experience, Rollout, Scores, with_lengths
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -92,7 +92,7 @@ class ExperienceMaker:
         if greedy is not None:  # nothing to compare with where the greedy response got no reward
             is_valid = is_valid & greedy.is_valid[rollout.prompt_index]
         mask = rollout.response_mask & is_valid[:, None]
-        scored = self._scored(rollout)
+        scored = self._scored(with_lengths([rollout])[0])
         with self.phase("adv"):
             token_rewards, metrics = self._token_rewards(verdict, scored, mask, kl_coef)
             corrected, mismatch = correct_rollout(self.corrections, scored.log_probs, rollout.rollout_log_probs, mask)
@@ -212,9 +212,8 @@ class ExperienceMaker:
         center = reduce(masked_sum(advantages, mask)) / count.clamp(min=1)
         squares = reduce(masked_sum((advantages - center).square(), mask))
         variance = squares / (count - 1).clamp(min=1)
-        if count < 2:
-            return torch.where(mask, advantages - center, 0.0)
-        return standardize(advantages, mask, mean=center, variance=variance)
+        centered = torch.where(mask, advantages - center, 0.0)
+        return torch.where(count < 2, centered, standardize(advantages, mask, mean=center, variance=variance))
 
 
 def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:
@@ -225,8 +224,8 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     response_lengths = rollout.attention_mask[:, -width:].sum(-1)
     gap = torch.where(mask, experience.old_log_probs - experience.rollout_log_probs, 0.0)
     metrics = (
-        spread("critic/rewards", token_rewards.sum(-1)[rows])
-        | spread("critic/advantages", experience.advantages[mask])
+        spread("critic/rewards", token_rewards.sum(-1), rows)
+        | spread("critic/advantages", experience.advantages, mask)
         | spread("response_length", response_lengths)
         | spread("prompt_length", rollout.attention_mask[:, :-width].sum(-1))
     )
@@ -236,5 +235,5 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     metrics["perf/total_num_tokens"] = total(rollout.attention_mask.sum())
     metrics["train/excluded_sequences"] = total((~rows).sum())
     if experience.returns is not None and experience.values is not None:
-        metrics |= spread("critic/returns", experience.returns[mask]) | spread("critic/values", experience.values[mask])
+        metrics |= spread("critic/returns", experience.returns, mask) | spread("critic/values", experience.values, mask)
     return metrics

@@ -52,10 +52,10 @@ class Verdict:
 
     def metrics(self) -> dict[str, Metric]:
         """Scores and failures under the names that verl's users know."""
-        components = {name: values[self.is_valid & values.isfinite()] for name, values in self.components.items()}
-        spreads = [spread(f"reward/{name}", values) for name, values in components.items()]
-        merged = {name: metric for metrics in spreads for name, metric in metrics.items()}
-        return merged | spread("critic/score", self.rewards[self.is_valid]) | self.failures()
+        metrics = spread("critic/score", self.rewards, self.is_valid)
+        for name, values in self.components.items():
+            metrics |= spread(f"reward/{name}", values, self.is_valid & values.isfinite())
+        return metrics | self.failures()
 
     def failures(self) -> dict[str, Metric]:
         """How many responses got no reward."""

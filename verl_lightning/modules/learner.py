@@ -20,7 +20,7 @@ from verl_lightning.modules.policy_losses import PolicyLoss
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.base import PostTrainingStrategy
-from verl_lightning.types import Experience
+from verl_lightning.types import Experience, with_lengths
 
 Update = Callable[[bool], None]
 """One optimizer step; its argument says whether it moves ``trainer.global_step``."""
@@ -87,7 +87,7 @@ class Learner:
             experience: This rank's responses.
             table: Gets the metrics.
         """
-        mini_batches = list(self._mini_batches(experience))
+        mini_batches = list(self._mini_batches(with_lengths([experience])[0]))
         updates = [*self._critic_updates(mini_batches, table), *self._actor_updates(mini_batches, table)]
         for index, update in enumerate(updates):
             update(index + 1 == len(updates))

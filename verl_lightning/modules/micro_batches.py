@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from verl_lightning.models.scorer import TokenScorer
-from verl_lightning.modules.token_budget import RowSize, TokenBudget
+from verl_lightning.modules.token_budget import TokenBudget
 from verl_lightning.strategies.base import PostTrainingStrategy
-from verl_lightning.types import RowLength, Scores, TokenBatch
+from verl_lightning.types import BatchT, RowLength, Scores, send, with_lengths
 
-BatchT = TypeVar("BatchT", bound=TokenBatch)
 _SEQUENCE_FIELDS = ("input_ids", "attention_mask")
 
 
@@ -68,15 +67,14 @@ class BatchSplitter:
         Raises:
             ValueError: On every rank, if a sequence of any rank does not fit into the budget.
         """
-        sizes = row_sizes(batches)
+        batches = with_lengths(batches)
         if self.max_tokens is None:
-            size = self.micro_batch_size
-            return [_split(b, s, _runs(len(b), size), None) for b, s in zip(batches, sizes, strict=True)]
+            return [_split(batch, _runs(len(batch), self.micro_batch_size), None) for batch in batches]
         budget = TokenBudget(max_tokens=self.max_tokens, packs=model.packs, attention_cost=model.attention_cost)
-        plans = self._plan(budget, sizes)
-        return [_reordered(b, s, plan) for b, s, plan in zip(batches, sizes, plans, strict=True)]
+        plans = self._plan(budget, [batch.known_lengths() for batch in batches])
+        return [_reordered(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
 
-    def _plan(self, budget: TokenBudget, sizes: list[list[RowSize]]) -> list[list[list[int]]]:
+    def _plan(self, budget: TokenBudget, sizes: list[tuple[RowLength, ...]]) -> list[list[list[int]]]:
         """The micro-batches of each batch; one exchange of their counts for all of them."""
         try:
             problem, counts = None, [len(budget.divide(rows)) for rows in sizes]
@@ -97,20 +95,7 @@ def split_micro_batches(batch: BatchT, size: int) -> list[BatchT]:
         batch: Any number of sequences.
         size: Most sequences in a micro-batch.
     """
-    (sizes,) = row_sizes([batch])
-    return _split(batch, sizes, _runs(len(batch), size), None).parts
-
-
-def row_sizes(batches: Sequence[TokenBatch]) -> list[list[RowSize]]:
-    """What each row of each batch takes. Waits for the device once for all of them."""
-    counts = []
-    for batch in batches:
-        prompt_width = batch.input_ids.shape[1] - batch.response_mask.shape[1]
-        is_real = batch.attention_mask
-        spans = [_first_real(is_real[:, :prompt_width]), _last_real(is_real[:, prompt_width:])]
-        counts.append(torch.stack([*spans, is_real.sum(-1), batch.response_mask.sum(-1)], dim=1))
-    rows = iter(torch.cat(counts).tolist())
-    return [[RowSize(*next(rows)) for _ in range(len(batch))] for batch in batches]
+    return _split(batch, _runs(len(batch), size), None).parts
 
 
 def join_columns(parts: list[Tensor], width: int) -> Tensor:
@@ -118,47 +103,30 @@ def join_columns(parts: list[Tensor], width: int) -> Tensor:
     return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
-def _first_real(is_real: Tensor) -> Tensor:
-    """How many columns there are from each row's first True on."""
-    return _last_real(is_real.flip(-1))
-
-
-def _last_real(is_real: Tensor) -> Tensor:
-    """How many columns reach up to each row's last True."""
-    if is_real.shape[1] == 0:
-        return is_real.sum(-1)
-    columns = torch.arange(1, is_real.shape[1] + 1, device=is_real.device)
-    return torch.where(is_real, columns, 0).amax(-1)
-
-
 def _runs(length: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def _reordered(batch: BatchT, sizes: list[RowSize], plan: list[list[int]]) -> SplitBatch[BatchT]:
+def _reordered(batch: BatchT, plan: list[list[int]]) -> SplitBatch[BatchT]:
     """The micro-batches of a plan, from one copy of the batch in their order."""
-    rows = [row for part in plan for row in part]
-    order = torch.tensor(rows, device=batch.input_ids.device)
+    rows, lengths = [row for part in plan for row in part], batch.known_lengths()
+    order = send(torch.tensor(rows), batch.input_ids.device)
     starts = [sum(len(part) for part in plan[:index]) for index in range(len(plan))]
     runs = [slice(start, start + len(part)) for start, part in zip(starts, plan, strict=True)]
-    return _split(batch.select(order), [sizes[row] for row in rows], runs, order)
+    ordered = dataclasses.replace(batch.select(order), row_lengths=tuple(lengths[row] for row in rows))
+    return _split(ordered, runs, order)
 
 
-def _split(batch: BatchT, sizes: list[RowSize], runs: Iterable[slice], order: Tensor | None) -> SplitBatch[BatchT]:
-    batch = dataclasses.replace(batch, row_lengths=tuple(RowLength(row.tokens, row.scored) for row in sizes))
-    parts = [
-        _trim(
-            batch.select(run),
-            prompt=max(row.prompt for row in sizes[run]),
-            response=max(1, *(row.response for row in sizes[run])),
-        )
-        for run in runs
-    ]
+def _split(batch: BatchT, runs: Iterable[slice], order: Tensor | None) -> SplitBatch[BatchT]:
+    (batch,) = with_lengths([batch])
+    parts = [_trim(batch.select(run)) for run in runs]
     return SplitBatch(parts=parts, order=order, width=batch.response_mask.shape[1])
 
 
-def _trim(batch: BatchT, *, prompt: int, response: int) -> BatchT:
+def _trim(batch: BatchT) -> BatchT:
     """The same rows without ``input_ids`` columns that no row uses."""
+    lengths = batch.known_lengths()
+    prompt, response = max(row.prompt for row in lengths), max(1, *(row.response for row in lengths))
     prompt_width = batch.input_ids.shape[1] - batch.response_mask.shape[1]
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(batch):

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class RowSize(NamedTuple):
-    """What one sequence takes, in tokens."""
-
-    prompt: int
-    """Columns from the prompt's first real token on."""
-
-    response: int
-    """Columns up to the response's last real token."""
-
-    tokens: int
-    """Real tokens of both."""
-
-    scored: int = 0
-    """Tokens that are trained on."""
+from verl_lightning.types import RowLength
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +25,7 @@ class TokenBudget:
     attention_cost: float
     """What attention to one token costs, as a share of all other compute of a token."""
 
-    def divide(self, rows: Sequence[RowSize]) -> list[list[int]]:
+    def divide(self, rows: Sequence[RowLength]) -> list[list[int]]:
         """The fewest micro-batches that this finds, as positions of rows.
 
         Raises:
@@ -59,7 +44,7 @@ class TokenBudget:
             count += 1
         return parts
 
-    def divide_into(self, rows: Sequence[RowSize], count: int) -> list[list[int]]:
+    def divide_into(self, rows: Sequence[RowLength], count: int) -> list[list[int]]:
         """The same in more micro-batches, since another rank needs as many; fewer only if there are fewer rows."""
         count = min(count, len(rows))
         parts = self.divide(rows)
@@ -72,7 +57,7 @@ class TokenBudget:
         # The most expensive first: on each rank, so that ranks wait little for one another.
         return sorted(map(sorted, parts), key=lambda part: -sum(self._cost(rows[index]) for index in part))
 
-    def _balanced(self, rows: Sequence[RowSize], count: int) -> list[list[int]] | None:
+    def _balanced(self, rows: Sequence[RowLength], count: int) -> list[list[int]] | None:
         """Each row, the most expensive first, to the one with room that has the least to do; None without room."""
         parts: list[list[int]] = [[] for _ in range(count)]
         cost, tokens = [0.0] * count, [0] * count
@@ -87,7 +72,7 @@ class TokenBudget:
             tokens[part] += row.tokens
         return [part for part in parts if part]
 
-    def _consecutive(self, rows: Sequence[RowSize]) -> list[list[int]]:
+    def _consecutive(self, rows: Sequence[RowLength]) -> list[list[int]]:
         """Rows of about one length together, which need little padding."""
         parts: list[list[int]] = []
         prompt = response = 0
@@ -100,9 +85,9 @@ class TokenBudget:
             parts[-1].append(index)
         return parts
 
-    def _alone(self, row: RowSize) -> int:
+    def _alone(self, row: RowLength) -> int:
         return row.tokens if self.packs else row.prompt + row.response
 
-    def _cost(self, row: RowSize) -> float:
+    def _cost(self, row: RowLength) -> float:
         tokens = max(1, self._alone(row))
         return tokens + self.attention_cost * tokens**2

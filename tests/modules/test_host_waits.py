@@ -1,0 +1,120 @@
+"""The host never waits for the device in a step that is not logged, but where a line here says why."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import nn
+
+from tests.host_waits import HostWaits
+from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
+
+HOSTS = {
+    "_local_scalar_dense: data.chat.batch for data.loader.__iter__": "a batch is made on the host",
+    "tolist: types.with_lengths for data.chat.on_before_batch_transfer": "and counted there before it is sent",
+}
+"""What is asked of tensors that never were on a device."""
+
+ITERATION = {
+    "tolist: modules.judge._decode for modules.judge.score": "reward functions read texts",
+    "tolist: modules.judge.score for modules.sampling.judged": "reward functions read texts",
+    "tensor on a device: modules.judge._to_tensor for modules.judge.score": "and give numbers of the host",
+    "tolist: types.with_lengths for modules.experience.make": "micro-batches are cut by the lengths of responses",
+    "tolist: types.with_lengths for modules.learner.learn": "and by what is left to learn from",
+    "tolist: metrics._to_floats for metrics.reduce": "an iteration's metrics steer its KL weight, and are logged",
+}
+"""Each once in an iteration of PPO, however many updates it has."""
+
+PADDED = {
+    "_local_scalar_dense: models.scorer._padded for models.scorer.forward": "transformers asks if padding is there",
+}
+"""Of models that are not packed, at each micro-batch."""
+
+
+class Watch(Callback):
+    """Watches all that happens from the start of the second batch to the end of the last one."""
+
+    def __init__(self):
+        self.waits, self._stack = HostWaits(), ExitStack()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            self._stack.enter_context(self.waits.watch())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx + 1 == trainer.max_steps * trainer.accumulate_grad_batches:
+            self._stack.close()
+
+
+def watched(path, module, data, *callbacks, **options):
+    """What would wait in a run whose steps are not logged."""
+    seed_everything(0, verbose=False)
+    watch = Watch()
+    trainer = make_trainer(path, *callbacks, watch, log_every_n_steps=1000, **options)
+    trainer.fit(module, datamodule=data)
+    return dict(watch.waits.found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("budget", [None, 160])
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_steps_of_sft_wait_for_nothing(attention, budget, accumulate, tmp_path, tiny_folder, chat_file):
+    """Packed by `varlen`, as on GPUs, and padded."""
+    config = make_model_config(tiny_folder, attn_implementation=attention)
+    module = make_sft(tiny_folder, actor=config, max_tokens_per_micro_batch=budget)
+
+    found = watched(tmp_path, module, make_chats(chat_file), accumulate_grad_batches=accumulate)
+
+    assert found.keys() == HOSTS.keys() | (PADDED.keys() if attention == "sdpa" else set())
+
+
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_an_iteration_of_ppo_waits_as_often_for_any_number_of_updates(attention, tmp_path, tiny_folder, prompt_file):
+    counts = []
+    for epochs in (1, 3):
+        model = make_model_config(tiny_folder, attn_implementation=attention)
+        module = make_ppo(
+            tiny_folder,
+            actor=model,
+            advantage=GAE(),
+            critic=CriticConfig(model=model, epochs=epochs),
+            kl=KLConfig(coef=0.1),
+            update=UpdateConfig(mini_batch_size=2, max_tokens_per_micro_batch=100, entropy_coef=0.01, epochs=epochs),
+        )
+        found = watched(tmp_path, module, make_prompts(prompt_file), make_rollout(), max_steps=2)
+        counts.append({name: count for name, count in found.items() if name not in PADDED})
+
+    assert counts[0] == counts[1]
+    assert counts[0].keys() == ITERATION.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "wait"),
+    [
+        ("_local_scalar_dense", lambda x: x.sum().item()),
+        ("_local_scalar_dense", lambda x: bool(x.sum() > 0)),
+        ("nonzero", lambda x: x.nonzero()),
+        ("index by a mask", lambda x: x[x > 0]),
+        ("index_put_ by a mask", lambda x: x.clone().__setitem__(x > 0, 0.0)),
+        ("index by a list", lambda x: x[[0, 2]]),
+        ("tolist", lambda x: x.tolist()),
+        ("cpu", lambda x: x.cpu()),
+        ("to", lambda x: x.to("cpu")),
+        ("tensor on a device", lambda x: torch.tensor([1, 2], device=x.device)),
+        ("new_tensor on a device", lambda x: x.new_tensor([1, 2])),
+    ],
+)
+def test_waits_are_seen(name, wait):
+    """In the forward pass, and in a backward pass too."""
+    waits, leaf = HostWaits(), nn.Parameter(torch.ones(3))
+    leaf.register_hook(lambda grad: None if wait(grad) is None else None)
+    with waits.watch():
+        wait(torch.ones(3))
+        (leaf * 2).sum().backward()
+    assert [line.partition(":")[0] for line in waits.found] == [name]
+    assert sum(waits.found.values()) == 2
