@@ -86,8 +86,15 @@ def write_page(folder: Path, *, max_tables: int) -> Path:
     # Nothing in a response may end the script that holds it.
     data = json.dumps(tables, ensure_ascii=False).replace("<", "\\u003c")
     page = folder / "index.html"
-    page.write_text(PAGE.replace("__DATA__", data), encoding="utf-8")
+    write_whole(page, PAGE.replace("__DATA__", data))
     return page
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that a kill leaves as it was before; a torn table would end each later run in its folder."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def read_table(file: Path) -> Sequence[dict[str, object]]:

@@ -8,13 +8,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from verl_lightning.callbacks.samples_page import write_page
+from verl_lightning.callbacks.samples_page import write_page, write_whole
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.types import Experience, Rollout
 
@@ -36,6 +38,10 @@ class SamplesTable(Callback):
         train_every_n_steps: Training steps from one table to the next; 0 makes none.
         max_tables: Newest tables on the page; older ones stay in their files.
         folder: Where the tables go; null puts them into ``samples`` beside the first logger's files.
+
+    Raises:
+        ValueError: If there is nothing to show.
+        MisconfigurationException: In ``setup``, if the module has no responses.
     """
 
     def __init__(
@@ -63,6 +69,11 @@ class SamplesTable(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, PPOModule):
+            raise MisconfigurationException(
+                f"`SamplesTable` shows responses and their rewards, but `{type(pl_module).__name__}` has none. Train a"
+                " `PPOModule`, or take the callback out."
+            )
         self._path = Path(self.folder or f"{trainer.log_dir or trainer.default_root_dir}/samples")  # on every rank
 
     @override
@@ -140,7 +151,7 @@ class SamplesTable(Callback):
         folder = self._path
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_whole(folder / f"{name}.jsonl", lines)
         write_page(folder, max_tables=self.max_tables)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from tests.callbacks.conftest import EACH_STEP
+from tests.runs import make_chats, make_sft, make_trainer
 from verl_lightning.callbacks import SamplesTable
-from verl_lightning.callbacks.samples_page import write_page
+from verl_lightning.callbacks.samples_page import read_table, write_page, write_whole
 
 
 def read(path):
@@ -99,6 +102,25 @@ def test_a_response_cannot_leave_its_script(tmp_path):
 
     assert page.count("</script>") == 2
     assert "<b>" not in page
+
+
+def test_a_kill_while_writing_leaves_the_table_before(tmp_path, monkeypatch):
+    """A torn table would end each later run in the folder."""
+    file = tmp_path / "step=1.jsonl"
+    write_whole(file, '{"step": 1}\n')
+    monkeypatch.setattr(Path, "replace", None)  # it never comes to that
+
+    with pytest.raises(TypeError):
+        write_whole(file, '{"step"')
+
+    assert read_table(file) == [{"step": 1}]
+    assert list(tmp_path.glob("*step=*.jsonl")) == [file]
+
+
+def test_modules_without_responses_are_refused(tmp_path, tiny_folder, chat_file):
+    trainer = make_trainer(tmp_path, SamplesTable())
+    with pytest.raises(MisconfigurationException, match="`SamplesTable` shows responses.* `SFTModule` has none"):
+        trainer.fit(make_sft(tiny_folder), datamodule=make_chats(chat_file))
 
 
 @pytest.mark.parametrize("options", [{"train_every_n_steps": -1}, {"max_tables": 0}])
