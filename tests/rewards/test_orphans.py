@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 PARENT = """
-import sys
+import signal, sys
 from verl_lightning.rewards import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, RewardPool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
 function, response = sys.argv[1:]
 pool = RewardPool(RewardConfig(function=function))
 pool.start()
@@ -70,6 +71,7 @@ def test_an_interrupt_shows_the_parents_traceback_only(tmp_path):
     _, stderr = parent.communicate()
 
     assert stderr.count("Traceback (most recent call last)") == 1
+    assert stderr.endswith("KeyboardInterrupt\n")
     assert not any(is_running(pid) for pid in workers)
 
 
