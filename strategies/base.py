@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.ranges import named_range
+from verl_lightning.strategies.host_groups import HostGroups
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
@@ -242,10 +244,11 @@ class PostTrainingStrategy:
 
     def gather_over_model_parallel(self, value: Any) -> list[Any]:
         """The value of each rank that sees this rank's data, by rank; picklable, tensors on the CPU. Collective."""
-        values: list[Any] = [value] * self.model_parallel_size
-        if (group := self.model_parallel_group) is not None:
-            dist.all_gather_object(values, value, group=group)
-        return values
+        return [value]
+
+    def largest_over_ranks(self, number: int) -> int:
+        """The largest number of any rank, of all there are. Collective; waits for other hosts, for no device."""
+        return number
 
     def _score(self, model: nn.Module, batch: TokenBatch, with_entropy: bool) -> Scores:
         with named_range("micro_batch"):
@@ -306,6 +309,13 @@ def blank(batch: BatchT) -> BatchT:
 class DataParallelMixin(PostTrainingStrategy):
     """Data-parallel arithmetic over a process group."""
 
+    timeout: float
+
+    @cached_property
+    def host_groups(self) -> HostGroups:
+        """For what hosts tell one another; whoever uses this mix-in closes them in ``teardown``."""
+        return HostGroups(self.timeout)
+
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """This rank and those that do the same work on other data; None is the world."""
@@ -335,8 +345,21 @@ class DataParallelMixin(PostTrainingStrategy):
     @override
     def gather_over_data_parallel(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self.data_parallel_group)
+        dist.all_gather_object(values, value, group=self.host_groups.of(self.data_parallel_group))
         return values
+
+    @override
+    def gather_over_model_parallel(self, value: Any) -> list[Any]:
+        values: list[Any] = [value] * self.model_parallel_size
+        if (group := self.model_parallel_group) is not None:
+            dist.all_gather_object(values, value, group=self.host_groups.of(group))
+        return values
+
+    @override
+    def largest_over_ranks(self, number: int) -> int:
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.host_groups.of(None))
+        return int(largest)
 
 
 class _StockStrategy(PostTrainingStrategy):

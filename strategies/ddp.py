@@ -38,6 +38,7 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
             process_group_backend=process_group_backend,
             bucket_cap_mb=bucket_cap_mb,
         )
+        self.timeout = timeout
         self._roles: dict[nn.Module, DistributedDataParallel | None] = {}
 
     @override
@@ -84,6 +85,7 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         self._roles.clear()
+        self.host_groups.close()
         super().teardown()
 
     def _wrapped(self, model: nn.Module) -> DistributedDataParallel:

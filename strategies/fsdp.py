@@ -333,6 +333,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         self._trained.clear()
+        self.host_groups.close()
         saves, self._saves = self._saves, None
         try:
             if saves is not None:
@@ -362,11 +363,8 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
 
     def _largest_count(self, micro_batches: Sequence[TokenBatch]) -> int:
         """Most micro-batches of any rank: each pass gathers weights from all ranks, so all make as many."""
-        if self.data_parallel_size == 1:  # ranks of one sequence have as many
-            return len(micro_batches)
-        count = torch.tensor(len(micro_batches), device=self.root_device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        return int(count)
+        count = len(micro_batches)
+        return count if self.data_parallel_size == 1 else self.largest_over_ranks(count)  # of one sequence: as many
 
     def _backward_nothing(self, model: nn.Module, batch: TokenBatch) -> None:
         """Take part in a pass of the other ranks; adds zero to the gradients."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -370,6 +369,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         self._trained.clear()
+        self.host_groups.close()
         super().teardown()
         self.stop_model_parallel_group()
         stop_model_parallel()
@@ -386,9 +386,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         """With blank micro-batches at the end, where all ranks must have as many or a schedule wants a multiple."""
         count = len(micro_batches)
         if self.sizes.expert > 1:  # ranks with other data hold experts that ours need
-            largest = torch.tensor(count, device=self.root_device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.data_parallel_group)
-            count = int(largest)
+            count = self.largest_over_ranks(count)
         if self.sizes.virtual_pipeline > 1:
             count = -(-count // self.sizes.pipeline) * self.sizes.pipeline
         return [*micro_batches, *[blank(micro_batches[0])] * (count - len(micro_batches))]

@@ -11,8 +11,10 @@ from torch import nn
 
 from tests.host_waits import HostWaits
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
+from verl_lightning.strategies import STRATEGIES
 
 HOSTS = {
     "_local_scalar_dense: data.chat.batch for data.loader.__iter__": "a batch is made on the host",
@@ -29,6 +31,9 @@ ITERATION = {
     "tolist: metrics._to_floats for metrics.reduce": "an iteration's metrics steer its KL weight, and are logged",
 }
 """Each once in an iteration of PPO, however many updates it has."""
+
+RANKS = ("strategies.base.gather_over_data_parallel for ", "strategies.base.largest_over_ranks for ")
+"""What hosts tell one another; see `test_hosts_have_groups_of_their_own`."""
 
 PADDED = {
     "_local_scalar_dense: models.scorer._padded for models.scorer.forward": "transformers asks if padding is there",
@@ -91,6 +96,21 @@ def test_an_iteration_of_ppo_waits_as_often_for_any_number_of_updates(attention,
 
     assert counts[0] == counts[1]
     assert counts[0].keys() == ITERATION.keys()
+
+
+def watched_rank(strategy, path, folder, chats):
+    module = make_sft(
+        folder,
+        actor=make_model_config(folder, attn_implementation="varlen"),
+        max_tokens_per_micro_batch=64,
+    )
+    return watched(path, module, make_chats(chats), strategy=STRATEGIES[strategy](), devices=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_wait_for_other_hosts_alone(strategy, tmp_path, tiny_folder, chat_file):
+    for found in on_ranks(2, watched_rank, strategy, tmp_path, tiny_folder, chat_file):
+        assert [name for name in found.keys() - HOSTS.keys() if not name.partition(": ")[2].startswith(RANKS)] == []
 
 
 @pytest.mark.parametrize(

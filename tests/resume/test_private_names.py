@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 
 def test_lightnings_private_names_are_still_there():
-    """`FinishInterruptedStep` reads and calls these."""
+    """`FinishInterruptedStep` reads and calls these, `AgreeOnSigterm` takes the place of the last."""
     trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     assert isinstance(type(connector).should_update_logs, property)
@@ -22,6 +22,9 @@ def test_lightnings_private_names_are_still_there():
     assert loop.max_steps == trainer.max_steps == -1
     assert loop.batch_progress.current.ready == loop.batch_progress.current.completed == 0
     assert trainer.current_epoch == trainer.fit_loop.epoch_progress.current.completed
+    assert list(inspect.signature(loop._broadcast_sigterm_tensor).parameters) == []
+    assert list(inspect.signature(trainer._signal_connector._sigterm_notifier_fn).parameters) == ["signum", "_"]
+    assert trainer._signal_connector.received_sigterm is trainer.received_sigterm is False
 
 
 def test_wandb_loggers_private_names_are_still_there(tmp_path):

@@ -38,6 +38,7 @@ from verl_lightning.modules.phases import (
     users_profiler,
 )
 from verl_lightning.modules.schedules import make_schedule
+from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.speed import Work, mfu_notice, training_work
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -102,6 +103,8 @@ class PostTrainingModule(LightningModule):
         # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
         # not here: the update is over when `training_step` returns.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+        # Metrics of an evaluation are the same on all ranks before they are logged.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test|timing_s|perf)\b")
         # A schedule counts iterations, and the actor takes no optimizer step while its critic warms up.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
@@ -210,7 +213,8 @@ class PostTrainingModule(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
         phases = [BatchPhases()] if self.automatic_optimization else []
-        return [*phases, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), FinishInterruptedStep()]
+        resuming = FinishInterruptedStep(), AgreeOnSigterm()
+        return [*phases, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), *resuming]
 
     @override
     def setup(self, stage: str) -> None:
