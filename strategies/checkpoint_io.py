@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from typing_extensions import override
+
+from verl_lightning.models.hf_folder import discard, replace
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -31,7 +34,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(final)
+        if final.is_dir() and not final.is_symlink():  # of another strategy, with which the run began
+            replace(draft, final)
+            discard(draft)
+        else:
+            draft.replace(final)
         sync_folder(final.parent)
 
     @override
@@ -45,7 +52,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return read_portable(Path(path), weights_only=weights_only)
         if is_sharded(Path(path)):  # written by `fsdp`
             return read_whole(Path(path), weights_only=weights_only)
+        check_whole(path)
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+def check_whole(path: str | Path) -> None:
+    """Refuse a file that can't be a whole checkpoint, such as half a copy.
+
+    Raises:
+        ValueError: If it is not one; remote files, and those that are not there, are left to who reads them.
+    """
+    if Path(path).is_file() and not zipfile.is_zipfile(path):  # as `torch.save` writes; the directory is at the end
+        raise ValueError(f"`{path}` is not a checkpoint, or not the whole of one. Give one that `fit` wrote.")
 
 
 def sync_folder(folder: Path) -> None:

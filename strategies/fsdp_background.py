@@ -100,8 +100,6 @@ class BackgroundSaves:
                 written.result()
                 if self._is_writer:
                     (partial_folder(path) / SETTINGS_FILE).write_bytes(settings)
-            if self._is_writer:
-                partial_folder(path).unlink(missing_ok=True)  # a checkpoint file that the folder took the place of
             is_whole = True
         finally:
             told = [is_whole]
@@ -117,12 +115,8 @@ def remove_checkpoint(path: Path, *, is_writer: bool) -> None:
         path: It.
         is_writer: Whether this rank does it.
     """
-    if not is_writer:
-        return
-    if path.is_dir() and not path.is_symlink():
+    if is_writer:
         remove_folder(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def check_links(callbacks: Sequence[Callback]) -> None:

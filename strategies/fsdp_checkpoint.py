@@ -48,8 +48,6 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
         save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True, overwrite=True))
         if is_writer:
             torch.save(checkpoint, folder / SETTINGS_FILE)
-    if is_writer:
-        draft.unlink(missing_ok=True)  # a checkpoint file that the folder took the place of
     dist.barrier()
 
 

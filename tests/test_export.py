@@ -156,6 +156,12 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tmp_path, capsys, full_ru
         (full_run[1], "full", ["--to", "hf"], "exists already"),
         (tmp_path / "none.ckpt", "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
         (tmp_path, "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
+        (
+            tmp_path / "full" / "notes.txt",
+            "out",
+            ["--to", "peft", "--config", lora_config],
+            "not a checkpoint, or not the whole of one",
+        ),
         (tmp_path / "megatron", "out", ["--to", "peft", "--config", lora_config], "in an older layout"),
         (tmp_path / "lost.ckpt", "out", ["--to", "peft"], "no `config.yaml` lies beside"),
         (full_run[1], "out", ["--to", "peft", "--config", lora_config], "for another base"),

@@ -21,6 +21,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY
+from verl_lightning.strategies.checkpoint_io import check_whole
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 
@@ -147,6 +148,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     elif path.is_dir() and is_sharded(path):
         checkpoint = read_whole(path, weights_only=True)
     elif path.is_file():
+        check_whole(path)
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     else:
         raise ValueError(f"`--ckpt_path {path}` is neither a checkpoint file nor the folder of one.")

@@ -48,6 +48,21 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path, monkeypatch, can_exch
     assert os.listdir(tmp_path) == ["last"]
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_takes_the_place_of_a_file_again_and_again(tmp_path, monkeypatch, can_exchange):
+    """A run that changes its strategy writes folders where it wrote files."""
+    if not can_exchange:
+        monkeypatch.setattr(hf_folder, "_exchange", lambda one, other: False)
+    (tmp_path / "last").write_text("a checkpoint")
+    (tmp_path / ".last.partial").write_text("what a kill left of another")
+
+    make_folder(tmp_path / "last", "new")
+    make_folder(tmp_path / "last", "newer")
+
+    assert (tmp_path / "last" / "config.json").read_text() == "newer"
+    assert os.listdir(tmp_path) == ["last"]
+
+
 def fail(folder):
     (folder / "config.json").write_text("half")
     raise OSError("disk full")

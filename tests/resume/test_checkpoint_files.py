@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
+from verl_lightning.models.hf_folder import atomic_folder
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 
@@ -52,6 +53,18 @@ def test_a_failing_rename_leaves_the_previous_file(tmp_path, monkeypatch):
     AtomicCheckpointIO().save_checkpoint({"step": 3}, path)
 
     assert torch.load(path) == {"step": 3}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_file_takes_the_place_of_a_folder(tmp_path):
+    """A run that goes on without sharding writes files where it wrote folders."""
+    path = tmp_path / "last.ckpt"
+    with atomic_folder(path) as folder:
+        (folder / "meta.pt").touch()
+
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    assert torch.load(path) == {"step": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -116,6 +129,14 @@ def test_an_older_folder_of_megatrons_is_refused_with_the_way_out(tmp_path, read
 
     with pytest.raises(ValueError, match="in an older layout.*have `HFCheckpoint` write a folder"):
         read(tmp_path)
+
+
+def test_half_a_checkpoint_is_refused(tmp_path, tiny_folder, prompt_file):
+    """As a copy leaves it that was cut short."""
+    torch.save({"weights": torch.zeros(100)}, tmp_path / "whole.ckpt")
+    (tmp_path / "half.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:900])
+    with pytest.raises(ValueError, match=r"half\.ckpt` is not a checkpoint, or not the whole of one"):
+        resume(tmp_path, tiny_folder, prompt_file, tmp_path / "half.ckpt")
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path, tiny_folder, prompt_file):

@@ -140,17 +140,19 @@ def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Lends a hidden folder that takes the place of ``path`` at the end; a kill before that leaves ``path`` as it was.
 
+    What was there may be a file: a run that changes its strategy writes folders where it wrote files.
+
     An exception removes the hidden folder. One that a kill left behind is cleared by `clear_partial_folders`.
     """
     partial = partial_folder(path)
-    shutil.rmtree(partial, ignore_errors=True)
+    discard(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
         _sync(partial)
-        _replace(partial, path)
+        replace(partial, path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard(partial)
 
 
 def partial_folder(path: Path) -> Path:
@@ -159,18 +161,28 @@ def partial_folder(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that no moment shows half of it; one that is gone already is fine."""
+    """Delete a folder so that no moment shows half of it, or a file; one that is gone already is fine."""
     partial = partial_folder(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    if path.exists():
+    discard(partial)
+    if path.is_dir() and not path.is_symlink():
         path.rename(partial)
-        shutil.rmtree(partial)
+        discard(partial)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Delete what a save leaves behind, a folder or a file, as far as that goes."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def clear_partial_folders(parent: Path) -> None:
     """Delete what saves that were killed left behind."""
     for partial in parent.glob(f".*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(partial)
+        discard(partial)
 
 
 def _sync(folder: Path) -> None:
@@ -183,7 +195,7 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _replace(new: Path, path: Path) -> None:
+def replace(new: Path, path: Path) -> None:
     """Put ``new`` in the place of ``path``; what was there is at ``new`` afterwards, if anything."""
     if not path.exists():
         new.rename(path)
