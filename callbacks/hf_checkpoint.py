@@ -49,7 +49,8 @@ class HFCheckpoint(ModelCheckpoint):
         max_shard_gib: Largest size of one file of weights, in GiB; as much memory is needed while saving.
 
     Raises:
-        ValueError: If a validation metric is to be looked at between validations.
+        ValueError: If a validation metric is to be looked at between validations, or more folders are to be kept than
+            are ever written.
     """
 
     FILE_EXTENSION = ""
@@ -73,6 +74,13 @@ class HFCheckpoint(ModelCheckpoint):
                 " ranked by weights from before. Leave `every_n_train_steps` out."
             )
         saves_between = monitor is not None or every_n_train_steps is not None
+        if save_top_k not in (0, 1) and not saves_between:
+            raise ValueError(
+                f"`save_top_k: {save_top_k}` has nothing to choose from: without `monitor` and `every_n_train_steps` no"
+                " folder but `last` is written. Set one of them, or leave `save_top_k` out."
+            )
+        if max_shard_gib <= 0:
+            raise ValueError(f"`max_shard_gib` must be above 0, got {max_shard_gib}.")
         super().__init__(
             dirpath=dirpath,
             filename=filename,

@@ -137,6 +137,7 @@ class VLLMRollout(OneStepOffRollout):
         if self.beside is None:
             return VLLMEngine(config)
         gpu = engine_gpu(self.beside, module.trainer)
+        check_visible(gpu, torch.cuda.device_count())
         transfer = choose_transfer(self.beside.transfer, trainer_gpu=trainer_gpu(module.trainer), engine_gpu=gpu)
         if sends_adapters(module):
             transfer = "host"  # an adapter is a file
@@ -352,6 +353,23 @@ def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
             f" {trainer.local_rank}. Name one for each."
         )
     return beside.gpus[trainer.local_rank]
+
+
+def check_visible(gpu: int | None, count: int) -> None:
+    """Refuse an engine's GPU that this process can't see.
+
+    Args:
+        gpu: Its index, None for none.
+        count: Of the GPUs that the process sees.
+
+    Raises:
+        MisconfigurationException: If there is no such GPU.
+    """
+    if gpu is not None and gpu >= count:
+        raise MisconfigurationException(
+            f"`rollout.beside.gpus` names GPU {gpu}, but this process sees {count} GPUs, counted from 0. Name others,"
+            " or have `CUDA_VISIBLE_DEVICES` list those of the engines too."
+        )
 
 
 def restarts_message(num_deaths: int, limit: int) -> str:

@@ -219,6 +219,18 @@ def test_a_folder_that_cannot_be_written_stops_the_run(tmp_path, tiny_folder, ch
         fit_sft(tmp_path, tiny_folder, chat_file, blocker, HFCheckpoint(str(tmp_path / "hf")))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_top_k": 3}, "`save_top_k: 3` has nothing to choose from.* no folder but `last` is written"),
+        ({"max_shard_gib": 0.0}, "`max_shard_gib` must be above 0, got 0.0"),
+    ],
+)
+def test_options_without_effect_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        HFCheckpoint(**options)
+
+
 def test_validation_metrics_are_not_ranked_between_validations():
     with pytest.raises(ValueError, match="Leave `every_n_train_steps` out"):
         HFCheckpoint(monitor="val/reward", every_n_train_steps=5)

@@ -11,7 +11,13 @@ from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_trainer
 from verl_lightning.callbacks import HFRollout, VLLMRollout
-from verl_lightning.callbacks.vllm_rollout import engine_dtype, engine_gpu, log_probs_mode, trainer_gpu
+from verl_lightning.callbacks.vllm_rollout import (
+    check_visible,
+    engine_dtype,
+    engine_gpu,
+    log_probs_mode,
+    trainer_gpu,
+)
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.rollout.vllm import launcher
@@ -113,6 +119,13 @@ def test_engines_beside_the_trainer_have_the_gpu_of_their_rank():
     assert engine_gpu(BesideConfig(gpus=[3]), trainer) == 3
     assert engine_gpu(BesideConfig(), trainer) is None
     assert trainer_gpu(trainer) is None
+
+
+def test_an_engine_is_given_a_gpu_that_is_there():
+    check_visible(None, 0)
+    check_visible(1, 2)
+    with pytest.raises(MisconfigurationException, match="names GPU 2, but this process sees 2 GPUs, counted from 0"):
+        check_visible(2, 2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
