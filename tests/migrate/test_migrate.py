@@ -167,7 +167,65 @@ algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
 """
 
 
-@pytest.mark.parametrize(("name", "text"), [("run.sh", SCRIPT), ("verl.yaml", MEGATRON), ("cispo.yaml", CISPO)])
+BYPASS = """
+actor_rollout_ref: {actor: {policy_loss: {loss_mode: sapo}, loss_agg_mode: token-mean}}
+algorithm: {adv_estimator: grpo, rollout_correction: {bypass_mode: true, rollout_is: token, rollout_rs: seq_mean_k1}}
+reward: {reward_manager: {name: dapo}, reward_kwargs: {overlong_buffer_cfg: {enable: true, len: 64}, max_resp_len: 512}}
+"""
+
+
+def test_bypass_mode_leaves_nothing_to_correct(tmp_path):
+    """We refuse corrections of the engine's own log-probs; verl weighs nothing there either, but it rejects."""
+    migration = migrated(tmp_path, BYPASS, name="verl.yaml")
+    module, found = migration.settings["model"]["init_args"], fates(migration)
+    assert "corrections" not in module
+    assert module["update"]["old_log_probs"] == "engine"
+    assert found["algorithm.rollout_correction.rollout_is"] == "not needed"
+    assert found["algorithm.rollout_correction.rollout_rs"] == "not supported"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (
+            "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+            {"overlong_buffer": 64, "overlong_penalty": 0.5},
+        ),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=False", None),
+    ],
+)
+def test_what_long_responses_cost_is_translated(tmp_path, word, expected):
+    migration = migrated(tmp_path, BYPASS, word, name="verl.yaml")
+    assert migration.settings["model"]["init_args"].get("shaping") == expected
+    assert fates(migration)["reward.reward_manager.name"] == "not needed"
+
+
+@pytest.mark.parametrize("older", ["reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"])
+def test_older_keys_of_rewards_are_no_reward_models(older):
+    words = [f"{older}.enable=True", f"{older}.len=64", "reward_model.reward_manager=prime", "data.max_prompt_length=8"]
+    migration = migrate(read_verl(None, words))
+    assert migration.settings["model"]["init_args"]["shaping"] == {"overlong_buffer": 64}
+    assert fates(migration)["reward_model.reward_manager"] == "not supported"
+
+
+def test_a_loss_that_verl_averages_over_sequences_is_so_here(tmp_path):
+    """verl's `sapo` does not read `loss_agg_mode`."""
+    migration = migrated(tmp_path, BYPASS, name="verl.yaml")
+    assert migration.settings["model"]["init_args"]["update"]["aggregation"] == "seq-mean-token-mean"
+    assert "always so" in next(line.words for line in migration.lines if line.key.endswith("loss_agg_mode"))
+
+
+def test_dppo_reads_both_bounds_and_the_cap():
+    words = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl"]
+    given = [*words, "actor_rollout_ref.actor.clip_ratio_low=0.1", "actor_rollout_ref.actor.clip_ratio_c=20"]
+    loss = migrate(read_verl(None, given)).settings["model"]["init_args"]["policy_loss"]
+    assert loss == {"class_path": "DPPOKL", "init_args": {"bound_low": 0.1, "bound_high": 0.2, "max_ratio": 20}}
+
+
+ACCEPTED = [("run.sh", SCRIPT), ("verl.yaml", MEGATRON), ("cispo.yaml", CISPO), ("bypass.yaml", BYPASS)]
+
+
+@pytest.mark.parametrize(("name", "text"), ACCEPTED)
 def test_the_command_line_accepts_what_was_written(tmp_path, monkeypatch, capsys, name, text):
     """The written file is parsed by `verl-fit`, and all of its classes are built."""
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ ESTIMATORS = {
 """Our class for each of verl's `adv_estimator`."""
 
 CLIPPED = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
-BOUNDED = {"bound_low": "clip_ratio", "bound_high": "clip_ratio"}
+BOUNDED = {"bound_low": "clip_ratio_low", "bound_high": "clip_ratio_high", "max_ratio": "clip_ratio_c"}
 LOSSES: dict[str, tuple[str, dict[str, str]]] = {
     "vanilla": ("PPOClip", CLIPPED | {"dual_clip": "clip_ratio_c"}),
     "gspo": ("GSPO", CLIPPED),
@@ -55,6 +55,9 @@ LOSSES: dict[str, tuple[str, dict[str, str]]] = {
 
 LOWEST_RATIO = {"CISPO": 1.0, "PPOClip": 0.999999, "GSPO": 0.999999, "ClipCov": 0.999999}
 """The largest `clip_low` of losses that clip ratios; above it verl's bound is never met."""
+
+SEQUENCE_MEANS = ("sapo", "geo_mean")
+"""Losses that verl averages over each response and then over responses, whatever `loss_agg_mode` says."""
 
 LOSS_OPTIONS = sorted({key for _, options in LOSSES.values() for key in options.values()} | {"clip_ratio"})
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -194,6 +197,11 @@ def translate_correction(verl: VerlConfig) -> Findings:
     """What is done about the difference between the engine's policy and the trainer's."""
     level, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
     statistic, bounds = f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"
+    bypass = f"{CORRECTION}.bypass_mode"
+    if verl[bypass]:
+        yield Setting(key="model.init_args.update.old_log_probs", value="engine", sources=(bypass,))
+        yield from nothing_to_correct(verl, (level, cap, statistic, bounds), rejects=bool(verl[statistic]))
+        return
     corrections: list[dict[str, Any]] = []
     sources: list[str] = []
     if verl[level] in ("token", "sequence") and isinstance(verl[cap], (int, float)):
@@ -212,9 +220,14 @@ def translate_correction(verl: VerlConfig) -> Findings:
     for key in (cap, bounds):
         if key in verl.given and key not in sources:
             yield Remark(source=key, reason="of a correction that is not used here", needed=False)
-    key = f"{CORRECTION}.bypass_mode"
-    if verl[key]:
-        yield Setting(key="model.init_args.update.old_log_probs", value="engine", sources=(key,))
+
+
+def nothing_to_correct(verl: VerlConfig, keys: tuple[str, ...], *, rejects: bool) -> Findings:
+    """Says of the options of corrections that we have none in `bypass_mode`, where verl does not weigh, but rejects."""
+    for key in keys:
+        if key in verl.given:
+            reason = "ratios to the engine's log-probs, as `bypass_mode` has them, are not corrected"
+            yield Remark(source=key, reason=reason, needed=rejects and key.endswith("rollout_rs"))
 
 
 def read_rejection(statistic: Any, bounds: Any) -> dict[str, Any] | None:

@@ -56,6 +56,13 @@ LEFT_OUT: list[LeftOut] = [
     *needless("each recorded step has a trace of its own, of all roles: see `profile`", "*.profiler.*",
               "global_profiler.*", "profiler.*", "trainer.profile_*"),
     *missing("rewards are functions; no reward model is served", "reward_model.enable", "reward.reward_model.enable"),
+    *needless("`model.shaping` says what long responses cost", "*.overlong_buffer*"),
+    *(LeftOut(key, "a reward is one function, `model.reward.function`", needed=True, off=(*OFF, "naive", "dapo"),
+              otherwise="`model.reward` judges, and `model.shaping` says what long responses cost")
+      for key in ("reward.reward_manager.name", "reward_model.reward_manager")),
+    *missing("a reward is one function, `model.reward.function`", "reward_model.reward_kwargs*",
+             "reward_model.reward_loop_*", off=({},)),
+    *missing("no sandbox; run one from your reward function", "reward_model.sandbox_fusion.url"),
     *needless("of a reward model: see its `enable`", "reward_model.*", "reward.reward_model.*"),
     *missing("steps are not skipped", "skip.*.enable"),
     *needless("of skipping, which is off", "skip.*"),

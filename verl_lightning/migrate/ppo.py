@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_lightning.migrate.algorithms import (
     ALGORITHM_DEFAULTS,
+    SEQUENCE_MEANS,
     translate_advantage,
     translate_correction,
     translate_kl,
@@ -78,6 +79,13 @@ DEFAULTS: dict[str, Any] = (
 )
 """verl's own values of the keys that make a setting."""
 
+OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+)
+"""Where verl says what long responses cost, the newest first."""
+
 
 def translate_ppo(verl: VerlConfig) -> Findings:
     """Everything that a PPO run of verl's says."""
@@ -106,6 +114,7 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_filter(verl)
     yield from translate_prompts(verl)
     yield from translate_reward(verl)
+    yield from translate_shaping(verl)
     yield from translate_rollout(verl)
 
 
@@ -163,7 +172,10 @@ def translate_updates(verl: VerlConfig, sharing: int) -> Findings:
         note = "" if micro.endswith("per_gpu") else "verl's is of all GPUs, ours of one"
         yield Setting(key=f"{group}.micro_batch_size", value=verl.whole(micro), sources=(micro,), note=note)
     aggregation, entropy = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.entropy_coeff"
-    yield Setting(key=f"{group}.aggregation", value=verl[aggregation], sources=(aggregation,))
+    loss = verl[f"{ACTOR}.policy_loss.loss_mode"]
+    fixed = loss in SEQUENCE_MEANS and verl[aggregation] != "seq-mean-token-mean"
+    value, note = ("seq-mean-token-mean", f"verl's loss `{loss}` is always so") if fixed else (verl[aggregation], "")
+    yield Setting(key=f"{group}.aggregation", value=value, sources=(aggregation,), note=note)
     yield Setting(key=f"{group}.entropy_coef", value=verl.number(entropy), sources=(entropy,))
 
 
@@ -227,6 +239,22 @@ def translate_reward(verl: VerlConfig) -> Findings:
     for key in (path, name, "reward.custom_reward_function.name", "custom_reward_function.name"):
         if key in verl.given:
             yield Remark(source=key, reason="no reward function of its own is given", needed=False)
+
+
+def translate_shaping(verl: VerlConfig) -> Findings:
+    """What long responses cost, by verl's key or one of its older ones."""
+    group = next((place for place in OVERLONG if verl[f"{place}.enable"]), None)
+    if group is None:
+        return
+    length, factor = f"{group}.len", f"{group}.penalty_factor"
+    ours = "model.init_args.shaping"
+    yield Setting(key=f"{ours}.overlong_buffer", value=verl.whole(length), sources=(f"{group}.enable", length))
+    if verl[factor] is not None:
+        yield Setting(key=f"{ours}.overlong_penalty", value=verl.number(factor), sources=(factor,))
+    limit = f"{group.rpartition('.')[0]}.max_resp_len"
+    if limit in verl.given:
+        differs = verl[limit] != verl["data.max_response_length"]
+        yield Remark(source=limit, reason="the limit is `rollout.sampling.max_new_tokens`", needed=differs)
 
 
 def translate_rollout(verl: VerlConfig) -> Findings:
