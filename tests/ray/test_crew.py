@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_lightning.ray.actors import start_actors, stop_actors
+from verl_lightning.ray.actors import await_actors, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.ray.crew import Crew, share_out
 
@@ -65,7 +65,9 @@ def test_the_actor_with_the_least_cost_outstanding_is_asked():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_a_request_goes_to_the_living_while_the_dead_is_replaced(joined_cluster, tmp_path):
-    actors = start_actors(Worker, Demand(option="workers", count=2, cpus=1.0), tmp_path)
+    demand = Demand(option="workers", count=2, cpus=1.0)
+    actors = start_actors(Worker, demand, tmp_path)
+    await_actors(actors, demand)
     first, second = sorted(int(path.name) for path in tmp_path.iterdir())
     start = time.monotonic()
 

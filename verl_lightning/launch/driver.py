@@ -16,7 +16,7 @@ from verl_lightning.launch.task import Task
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, require
 
 if TYPE_CHECKING:
-    from ray.train import WorkerGroupError
+    from ray.train import TrainingFailedError
 
 _END_SECONDS = 60.0  # until the engines and reward workers of a dead group have given back what they held
 
@@ -54,7 +54,7 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
         words: The command line of `verl-fit`.
     """
     import ray
-    from ray.train import WorkerGroupError
+    from ray.train import TrainingFailedError
 
     board = make_board()
     signal.signal(signal.SIGTERM, lambda *_: board.stop.remote("SIGTERM"))
@@ -63,7 +63,7 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
         try:
             fit_once(task, demands[0])
             break
-        except WorkerGroupError as error:
+        except TrainingFailedError as error:
             say(describe_failure(error, board))
             check_restart(board, attempt, options, demands)
             task = dataclasses.replace(task, restart_of=ray.get(board.folder.remote()))
@@ -79,11 +79,13 @@ def fit_once(task: Task, demand: Demand) -> None:
         demand: What each needs.
 
     Raises:
-        WorkerGroupError: If one of them fails or dies.
+        TrainingFailedError: If one of them fails or dies, its node is taken away, or there is no room for them.
     """
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    # Ray itself would start workers again, without the checkpoint and without end, when a node goes or has no room.
+    never = FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)
     trainer = TorchTrainer(
         train_on_worker,
         train_loop_config={"task": task},
@@ -91,7 +93,7 @@ def fit_once(task: Task, demand: Demand) -> None:
         scaling_config=ScalingConfig(
             num_workers=demand.count, use_gpu=demand.gpus > 0, resources_per_worker=demand.bundle
         ),
-        run_config=RunConfig(storage_path=os.path.join(task.folder, "runs", ".ray")),
+        run_config=RunConfig(storage_path=os.path.join(task.folder, "runs", ".ray"), failure_config=never),
     )
     try:
         trainer.fit()
@@ -123,15 +125,30 @@ def check_restart(board: Any, attempt: int, options: LaunchOptions, demands: Seq
     say(f"starting all workers again from the last checkpoint (restart {attempt + 1} of {options.max_restarts})")
 
 
-def describe_failure(error: WorkerGroupError, board: Any) -> str:
+def describe_failure(error: TrainingFailedError, board: Any) -> str:
     """Which workers failed, where, in which phase, and how."""
     import ray
 
-    lines = []
-    for rank, failure in sorted(error.worker_failures.items()):
-        last_line = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
-        lines.append(f"  {ray.get(board.describe.remote(rank))}: {last_line}")
+    failures = failures_by_rank(error)
+    if not failures:
+        return f"the workers were ended: {last_line(error)}"
+    places = ray.get([board.describe.remote(rank) for rank in failures])
+    lines = [f"  {place}: {last_line(failure)}" for place, failure in zip(places, failures.values(), strict=True)]
     return "\n".join(["workers failed:", *lines])
+
+
+def failures_by_rank(error: TrainingFailedError) -> dict[int, Exception]:
+    """What went wrong in which workers, in the order of their ranks; nothing if Ray's own part failed."""
+    from ray.train import PreemptionError, WorkerGroupError
+
+    if isinstance(error, PreemptionError):
+        return dict.fromkeys(sorted(error.preemption_info.preempted_ranks), error)
+    return dict(sorted(error.worker_failures.items())) if isinstance(error, WorkerGroupError) else {}
+
+
+def last_line(error: Exception) -> str:
+    """The end of an error's message, which says most; its name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def say(message: str) -> None:

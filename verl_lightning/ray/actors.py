@@ -43,7 +43,7 @@ class Home:
 
 
 def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
-    """Starts one actor for each bundle of a demand, and waits until all say that they are ready.
+    """Starts one actor for each bundle of a demand; `await_actors` says when they are ready.
 
     Args:
         kind: Class of the actors, with a method ``ready``.
@@ -52,27 +52,42 @@ def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
 
     Raises:
         PlacementError: If the cluster can't hold them.
-        Exception: Whatever ``ready`` raises.
     """
     import ray
 
     connect()
     require(demand)
     remote: Any = ray.remote(num_cpus=demand.cpus, num_gpus=demand.gpus, max_restarts=-1)(kind)
-    actors = [remote.remote(*arguments) for _ in range(demand.count)]
+    return [remote.remote(*arguments) for _ in range(demand.count)]
+
+
+def await_actors(actors: Sequence[Any], demand: Demand) -> None:
+    """Waits until all actors say that they are ready; ends them if one can't be.
+
+    Args:
+        actors: From `start_actors`.
+        demand: What they were started for.
+
+    Raises:
+        PlacementError: If they are not ready in time.
+        ActorsLostError: If one dies each time.
+        Exception: Whatever ``ready`` raises.
+    """
+    import ray
+
+    calls = [actor.ready.options(max_task_retries=_MAX_DEATHS).remote() for actor in actors]
     try:
-        calls = [actor.ready.options(max_task_retries=_MAX_DEATHS).remote() for actor in actors]
         ray.get(calls, timeout=START_SECONDS)
-    except ray.exceptions.GetTimeoutError:
+    except ray.exceptions.RayError as error:
         stop_actors(actors)
-        raise PlacementError(
-            f"The {demand.count} actors of `{demand.option}` are not ready after {START_SECONDS:g} seconds."
-            " Look at `ray status` for what they wait for."
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error.cause from None
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            what = f"are not ready after {START_SECONDS:g} seconds. Look at `ray status` for what they wait for."
+            raise PlacementError(f"The {demand.count} actors of `{demand.option}` {what}") from None
+        raise ActorsLostError(
+            f"An actor of `{demand.option}` died each time that it started; `ray logs` has its last words. {error}"
         ) from None
-    except ray.exceptions.RayTaskError as error:
-        stop_actors(actors)
-        raise error.cause from None
-    return actors
 
 
 def stop_actors(actors: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from verl_lightning.ray.actors import Home, start_actors, stop_actors
+from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.ray.crew import share_out
 from verl_lightning.rewards.base import RewardSample
@@ -72,7 +72,9 @@ class RayRewardPool:
         if self._actors:
             raise RuntimeError("`RayRewardPool.start` was called twice. Call `stop` in between.")
         demand = Demand(option="reward.num_workers", count=self.config.num_workers, cpus=1.0)
-        self._actors = start_actors(RewardActor, demand, self.config, Home.here())
+        actors = start_actors(RewardActor, demand, self.config, Home.here())
+        await_actors(actors, demand)
+        self._actors = actors
 
     def score(self, samples: Sequence[RewardSample]) -> RewardResults:
         """Scores a batch.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lightning.ray.actors import Home, start_actors, stop_actors, take_answer
+from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_actors, take_answer
 from verl_lightning.ray.cluster import Demand, connect
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
@@ -76,12 +76,13 @@ class RayEngines:
         if self._dispatcher is not None:
             raise RuntimeError("`RayEngines.start` was called twice. Call `stop` in between.")
         self._device = device
-        name = self._start_actors() if self.caller.rank == 0 else None
-        address = ray.get_runtime_context().gcs_address if self.caller.rank == 0 else None
-        name, address = self.caller.broadcast((name, address))
-        if self.caller.rank != 0:
+        is_first = self.caller.rank == 0
+        name, address = self.caller.broadcast(self._start_actors() if is_first else None)
+        if not is_first:
             connect(address)
             self._dispatcher = ray.get_actor(name, namespace=_NAMESPACE)
+            return
+        await_actors(self._actors, self.demand)  # the others go on meanwhile, until weights are sent
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send the policy's weights to all replicas at once; of the processes but the first, nothing is sent.
@@ -123,20 +124,20 @@ class RayEngines:
             stop_actors([self._dispatcher, *self._actors])
         self._dispatcher, self._actors, self._weights = None, [], []
 
-    def _start_actors(self) -> str:
-        """Starts the replicas and their dispatcher, whose name it gives."""
+    def _start_actors(self) -> tuple[str, str]:
+        """Starts the replicas and their dispatcher; gives its name, and the address of the cluster."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
         self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, Home.here())
-        node = ray.get_runtime_context().get_node_id()
-        name = f"dispatcher-{uuid.uuid4().hex}"
+        context = ray.get_runtime_context()
         options: dict[str, Any] = {
-            "name": name,
+            "name": f"dispatcher-{uuid.uuid4().hex}",
             "namespace": _NAMESPACE,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),  # it must not die before we do
+            # It must not die before we do.
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
         }
         remote: Any = ray.remote(num_cpus=0)(Dispatcher)
         self._dispatcher = remote.options(**options).remote(self._actors, self.caller.count, self.pad_token_id)
-        return name
+        return options["name"], context.gcs_address
