@@ -8,6 +8,7 @@ import psutil
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -38,6 +39,7 @@ def test_trainer_options_that_do_not_reach_ppo(tmp_path, tiny_folder, prompt_fil
     ("make_callback", "way_out"),
     [
         (lambda: GradientAccumulationScheduler({0: 2}), r"Set `update\.mini_batch_size`"),
+        (BatchSizeFinder, r"The memory plan .* set `update\.micro_batch_size`"),
         (lambda: ModelCheckpoint(train_time_interval=timedelta(minutes=1)), r"Use `every_n_train_steps`"),
         (lambda: StochasticWeightAveraging(swa_lrs=1e-3), r"Use Lightning's `EMAWeightAveraging`"),
         (LearningRateFinder, r"Compare short runs"),

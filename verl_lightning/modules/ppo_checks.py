@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 
 from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.corrections import RolloutCorrection
@@ -131,6 +131,11 @@ def check_ppo_callback(callback: Callback) -> None:
         raise MisconfigurationException(
             "`GradientAccumulationScheduler` has no effect on PPO, which cuts its batches itself."
             " Set `update.mini_batch_size` (prompts of one optimizer step) and `update.micro_batch_size`."
+        )
+    if isinstance(callback, BatchSizeFinder):
+        raise MisconfigurationException(
+            "`BatchSizeFinder` tries sizes of one `batch_size`, which PPO does not have. The memory plan that a run"
+            " prints at its start says what fits: set `update.micro_batch_size` or `update.max_tokens_per_micro_batch`."
         )
     if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
         raise MisconfigurationException(
