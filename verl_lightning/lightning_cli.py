@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class CLI(LightningCLI):
         # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
         set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
         logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")  # Lightning 2.6 with torch 2.13
         super().__init__(
             args=words,
             parser_class=Parser,
