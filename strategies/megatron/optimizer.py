@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -86,12 +87,67 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return {name: group[name] for name in names if name in group} | {"step": float(step)}
 
     def load(self, state: Any) -> None:
-        """Take a state that a checkpoint held for `inner`."""
+        """Take a state that a checkpoint held for `inner`. Collective.
+
+        Raises:
+            ValueError: If its tensors do not lie where the weights say.
+        """
         parts = self.inner.chained_optimizers
-        for index, part in enumerate(parts):
-            if part.optimizer is not None:
-                _load_part(part, state if len(parts) == 1 else state[index])
+        states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+        pairs = [(part, own) for part, own in zip(parts, states, strict=True) if part.optimizer is not None]
+        fits = torch.tensor(all(_has_order_of(part, own) for part, own in pairs), device=torch.cuda.current_device())
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if not fits:
+            raise ValueError(
+                "AdamW's own weights in `ckpt_path` are not those of the model beside them: Megatron has written them"
+                " in an order of its own. Make a folder of the model's weights with `verl-export`, and start from that"
+                " by `path`."
+            )
+        for part, own in pairs:
+            _load_part(part, own)
         self.param_groups[:] = self.inner.param_groups
+
+
+def keep_buckets_apart(part: Any) -> None:
+    """Have a distributed optimizer's tensors lie where its weights are looked for when a checkpoint is written.
+
+    Megatron-Core 0.19 joins the buckets of a buffer without the padding at their ends, but cuts weights out at places
+    that count it. Where a bucket is padded, all weights after it would be saved shifted: those of a last stage with a
+    tied embedding, which has a bucket of its own, or any after the first `ddp.bucket_size` of odd shapes.
+    `test_a_run_on_stages_is_resumed_to_the_last_bit` fails where that is not mended.
+
+    Args:
+        part: One of Megatron's optimizers.
+    """
+    join = part.get_parameter_state_dp_zero
+
+    def join_with_padding(**options: bool) -> Any:
+        state = join(**options)
+        for index, buffer in enumerate(part.buffers if state is not None else ()):
+            for tensors in state[index].values():
+                slots = {name: _with_padding(value, buffer) for name, value in tensors.items() if name in slot_names}
+                tensors.update(slots)
+        return state
+
+    slot_names = ("param", *part.optimizer_state_keys)
+    part.get_parameter_state_dp_zero = join_with_padding
+
+
+def _with_padding(joined: Tensor, buffer: Any) -> Tensor:
+    """A tensor of a whole buffer, from one of its buckets without what pads them."""
+    padded, start = joined.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + size] = joined[start : start + size]
+        start += size
+    return padded
+
+
+def _has_order_of(part: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's copy of the weights is that of the weights that were loaded before it."""
+    weights = [weight for buffer in part.buffers for weight in buffer.param_index_map] if "param_state" in state else []
+    own = [state["param_state"][index]["param"] for index in range(len(weights))]
+    return all(torch.equal(copy.to(weight), weight) for copy, weight in zip(own, weights, strict=True))
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
@@ -141,4 +197,6 @@ def make_megatron_optimizer(
     )
     # No overrides: Megatron's own would leave norms and biases out of the decay.
     inner = get_megatron_optimizer(settings, chunks, config_overrides={})
+    for part in inner.chained_optimizers if use_distributed_optimizer else ():
+        keep_buckets_apart(part)
     return MegatronOptimizer(inner, chunks)

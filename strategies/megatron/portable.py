@@ -193,9 +193,7 @@ class _Folder:
         return master if master is not None and torch.equal(master.to(stored.dtype), stored) else stored
 
     def check_order(self, role: str, key: str) -> None:
-        """See that the optimizer's tensors of a weight lie in its order.
-
-        Megatron-Core 0.19 writes those of tied models in another order where the embedding is on two stages.
+        """See that the optimizer's tensors of a weight lie in its order, as `keep_buckets_apart` has them written.
 
         Raises:
             ValueError: With the way out.
@@ -203,9 +201,8 @@ class _Folder:
         stored, master = self.read(key), self._master(role, key)
         if master is not None and not torch.equal(master.to(stored.dtype), stored):
             raise ValueError(
-                f"`ckpt_path: {self.path}`: Megatron has written AdamW's state of the {role}, whose embedding is tied"
-                " over stages of a pipeline, in an order of its own, so that only `megatron` can go on with it. Make a"
-                " folder of the weights with `verl-export`, and start from that by `path`."
+                f"`ckpt_path: {self.path}`: Megatron has written AdamW's state of the {role} in an order of its own."
+                " Make a folder of the weights with `verl-export`, and start from that by `path`."
             )
 
     def _master(self, role: str, key: str) -> Tensor | None:

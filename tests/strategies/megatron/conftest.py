@@ -71,9 +71,8 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
 def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
     """The tensor-parallel run's checkpoint on two stages."""
     options = json.dumps({"pipeline_parallel_size": 2})
-    results: dict[str, Any] = run(
-        "run_checks.py", folder, "--options", options, "reshard", "validate", "adapters_resharded"
-    )
+    checks = ("reshard", "resume_stages", "resume_buckets", "resume_shifted", "validate", "adapters_resharded")
+    results: dict[str, Any] = run("run_checks.py", folder, "--options", options, *checks)
     return results
 
 

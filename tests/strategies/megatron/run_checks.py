@@ -25,17 +25,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.callbacks.saved_runs import LORA, STEPS
-from tests.runs import Recorder, make_chats, make_model_config, make_prompts, make_rollout, make_sft, make_trainer
+from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sft, make_trainer
 from tests.strategies.conformance import Bench
 from tests.strategies.megatron.cpu import pretend_cuda
+from tests.strategies.megatron.sft_checks import (
+    adapters_resharded,
+    loaded_runs,
+    recomputed_adapters,
+    refusals,
+    resume_shifted,
+    saved_runs,
+)
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig
-from verl_lightning.types import TokenBatch
 
 Check = Callable[[Bench], Any]
 
@@ -88,6 +94,20 @@ def resume(bench: Bench) -> Any:
 def reshard(bench: Bench) -> Any:
     """Two more iterations of a run that another layout has begun."""
     return critic_run(bench, steps=4, ckpt_path=bench.folder / "half" / "step=2.ckpt", name="resharded")
+
+
+def resume_stages(bench: Bench) -> Any:
+    """The last iteration of `reshard` anew, from its own checkpoint before it."""
+    return critic_run(bench, steps=4, ckpt_path=bench.folder / "resharded" / "step=3.ckpt", name="stages")
+
+
+def resume_buckets(bench: Bench) -> Any:
+    """Two data-parallel ranks, whose gradients travel in buckets of sizes that need padding."""
+    ddp = DataParallelConfig(overlap_grad_reduce=True, bucket_size=3000)
+    replicas = dataclasses.replace(bench, options={"timeout": 600.0, "ddp": ddp})
+    whole = critic_run(replicas, steps=4, ckpt_path=bench.folder / "half" / "step=2.ckpt", name="buckets")
+    rest = critic_run(replicas, steps=4, ckpt_path=bench.folder / "buckets" / "step=3.ckpt", name="rest of buckets")
+    return {"whole": whole, "rest": rest}
 
 
 def export(bench: Bench) -> Any:
@@ -240,138 +260,11 @@ def lora(bench: Bench) -> Any:
     return {"weights": ending.weights, "fingerprint": module.base_fingerprints["actor"], "steps": recorder.steps}
 
 
-class Kept(Callback):
-    """The policy's weights when training starts and ends, and what it then says of some tokens."""
-
-    def __init__(self) -> None:
-        self.start: dict[str, Tensor] = {}
-        self.end: dict[str, Tensor] = {}
-        self.log_probs: Tensor | None = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.start = self._weights(pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.end = self._weights(pl_module)
-        (scores,) = pl_module.contract.forward(pl_module.policy, [scored_batch()])
-        self.log_probs = scores.log_probs
-
-    @staticmethod
-    def _weights(module: Any) -> dict[str, Tensor]:
-        return {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
-
-
-class SaveAtEnd(Callback):
-    """A trainer's checkpoint of the last step."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def scored_batch() -> TokenBatch:
-    """Two rows of six tokens, of which all but the first are scored."""
-    ids = torch.arange(12).view(2, 6)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    return TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, 1:])
-
-
-def sft_run(
-    bench: Bench, name: str, *, actor: dict[str, Any], steps: int = STEPS, ckpt_path: Path | None = None
-) -> Kept:
-    """SFT as `tests.callbacks.saved_runs` does it under other strategies."""
-    kept, folder = Kept(), bench.folder / name
-    savers: list[Any] = [ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=STEPS - 1)]
-    savers += [HFCheckpoint(str(folder / "hf")), SaveAtEnd(folder / f"step={STEPS}.ckpt")]
-    if actor.get("lora") is not None:
-        savers.append(HFCheckpoint(str(folder / "merged"), merge_adapters=True))
-    savers = savers if steps == STEPS and ckpt_path is None else []
-    seed_everything(0, verbose=False)
-    trainer = make_trainer(
-        bench.folder,
-        kept,
-        *savers,
-        strategy=MegatronStrategy(**bench.options),
-        devices=bench.devices,
-        max_steps=steps,
-        enable_checkpointing=bool(savers),
-    )
-    config = dataclasses.replace(make_model_config(bench.folder / "model", lr=1e-2), **actor)
-    module = make_sft(bench.folder / "model", actor=config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that AdamW starts anew
-        data = make_chats(bench.folder / "chats.jsonl", batch_size=4 // bench.replicas)
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-    return kept
-
-
-def saved_runs(bench: Bench) -> Any:
-    """A run of all weights and one of adapters, which leave behind what others load."""
-    runs = {kind: sft_run(bench, f"megatron-{kind}", actor={"lora": lora}) for kind, lora in LORA.items()}
-    return {kind: {"end": run.end, "log_probs": run.log_probs} for kind, run in runs.items()}
-
-
-def adapters_resharded(bench: Bench) -> Any:
-    """The last step of the run of adapters, in another layout."""
-    checkpoint = bench.folder / "megatron-lora" / f"step={STEPS - 1}.ckpt"
-    return sft_run(bench, "resharded", actor={"lora": LORA["lora"]}, ckpt_path=checkpoint).end
-
-
-def recomputed_adapters(bench: Bench) -> Any:
-    """Weights after two steps of adapters, without and with activations that are computed again."""
-    lora = {"lora": LORA["lora"]}
-    recomputed = lora | {"activation_checkpointing": "full"}
-    return [sft_run(bench, "recomputed", actor=actor, steps=2).end for actor in (lora, recomputed)]
-
-
-def loaded_runs(bench: Bench) -> Any:
-    """Weights before the first step, from what other strategies have left behind."""
-    weights = {}
-    for saver in ("auto", "fsdp"):
-        for kind, lora in LORA.items():
-            checkpoint = bench.folder / f"{saver}-{kind}" / f"step={STEPS - 1}.ckpt"
-            resumed = sft_run(bench, "resumed", actor={"lora": lora}, ckpt_path=checkpoint)
-            weights[saver, kind, "checkpoint"] = resumed.start
-            actor = started_from(bench.folder / f"{saver}-{kind}" / "hf" / "last", lora)
-            weights[saver, kind, "folder"] = sft_run(bench, "started", actor=actor, steps=1).start
-    return weights
-
-
-def started_from(folder: Path, lora: LoraConfig | None) -> dict[str, Any]:
-    """Settings of a model that goes on from a folder of all weights, or of an adapter."""
-    if lora is None:
-        return {"path": str(folder)}
-    return {"lora": dataclasses.replace(lora, adapter_path=str(folder))}
-
-
-def refusals(bench: Bench) -> Any:
-    """What adapters on another base, and ones that Megatron can't have, are told."""
-    adapter = str(bench.folder / "auto-lora" / "hf" / "last")
-    cases = {
-        "another base": {
-            "path": str(bench.folder / "auto-full" / "hf" / "last"),
-            "lora": dataclasses.replace(LORA["lora"], adapter_path=adapter),
-        },
-        "another rank": {"lora": LoraConfig(rank=8, alpha=8.0, adapter_path=adapter)},
-        "one of q, k and v": {"lora": LoraConfig(target_modules=["q_proj"])},
-        "a whole module": {"lora": LoraConfig(modules_to_save=["norm"])},
-    }
-    told = {}
-    for name, actor in cases.items():
-        try:
-            sft_run(bench, "refused", actor=actor, steps=1)
-        except ValueError as error:
-            told[name] = str(error)
-    return told
-
-
 CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
-        *(resume, reshard, export, load_auto, collectives, validate, lora),
-        *(saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals),
+        *(resume, reshard, resume_stages, resume_buckets, resume_shifted, export, load_auto, collectives),
+        *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals),
     )
 }
 

@@ -41,6 +41,23 @@ def test_a_checkpoint_goes_on_in_another_layout(tensor_parallel, pipeline_parall
     assert_close(pipeline_parallel["reshard"]["weights"], whole, rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_on_stages_is_resumed_to_the_last_bit(pipeline_parallel):
+    """With a tied embedding on both, whose copy has a bucket of its own in the buffer of the last one's weights."""
+    whole, rest = pipeline_parallel["reshard"], pipeline_parallel["resume_stages"]
+    assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+    assert rest["steps"][-1]["actor/grad_norm"] == whole["steps"][-1]["actor/grad_norm"]
+
+
+def test_a_run_of_many_buckets_is_resumed_to_the_last_bit(pipeline_parallel):
+    whole, rest = (pipeline_parallel["resume_buckets"][name] for name in ("whole", "rest"))
+    assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+
+
+def test_a_state_in_another_order_is_refused(pipeline_parallel):
+    """As Megatron-Core 0.19 saves it: where this fails, it saves it in order, and `keep_buckets_apart` can go."""
+    assert "AdamW's own weights in `ckpt_path` are not those of the model" in pipeline_parallel["resume_shifted"]
+
+
 def test_weights_of_another_strategys_checkpoint_are_taken(folder, tensor_parallel):
     state = torch.load(folder / "auto.ckpt")["state_dict"]
     taken = tensor_parallel["load_auto"]["weights"]

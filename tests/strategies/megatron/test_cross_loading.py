@@ -19,10 +19,15 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.callbacks.saved_runs import LORA, STEPS, logits_with, run_sft
+from tests.runs import make_prompts, make_rollout, make_trainer
+from tests.strategies.conformance import Bench
 from tests.strategies.fsdp_ranks import on_ranks
-from tests.strategies.megatron.run_checks import scored_batch
+from tests.strategies.megatron.run_checks import Ending
+from tests.strategies.megatron.sft_checks import scored_batch
 from verl_lightning.export import main as export
 from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
+from verl_lightning.modules.advantages import GAE
+from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.portable import read_portable
 
@@ -30,6 +35,7 @@ pytestmark = [
     pytest.mark.backend,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # without the callback that saves
 ]
 
 TOKENS = scored_batch().input_ids
@@ -182,11 +188,8 @@ def test_a_critic_is_exported_with_its_head(folder, tensor_parallel, tmp_path):
 
 
 def test_a_pipelines_checkpoint_is_taken_apart(folder, pipeline_parallel):
-    """Two models whose layers lie on two stages. AdamW's state of the tied one is refused: it lies in another order."""
-    path = folder / "resharded" / "step=4.ckpt"
-    state = read_portable(path, weights_only=True, with_optimizers=False)["state_dict"]
-    with pytest.raises(ValueError, match="tied over stages of a pipeline.*with `verl-export`"):
-        read_portable(path, weights_only=True)
+    """Two models whose layers lie on two stages, one of them with a tied embedding."""
+    state = read_portable(folder / "resharded" / "step=4.ckpt", weights_only=True)["state_dict"]
 
     trained = dict(pipeline_parallel["reshard"]["weights"])
     head = trained.pop("critic.value_head")
@@ -194,6 +197,28 @@ def test_a_pipelines_checkpoint_is_taken_apart(folder, pipeline_parallel):
     for name, weight in trained.items():
         role, _, rest = name.partition(".")
         assert_close(state[f"{role}.backbone.{rest}"], weight, rtol=0, atol=0)
+
+
+def test_one_process_goes_on_from_a_pipelines_checkpoint(folder, pipeline_parallel, tmp_path):
+    """With AdamW's moments, of the tied model too: the last step is that of the two stages."""
+    bench, ending = Bench(strategy="auto", devices=1, folder=folder), Ending()
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    trainer = make_trainer(tmp_path, make_rollout(), ending, max_steps=4)
+
+    data = make_prompts(folder / "prompts.jsonl")
+    trainer.fit(module, datamodule=data, ckpt_path=folder / "resharded" / "step=3.ckpt", weights_only=True)
+
+    expected = {n: w for n, w in pipeline_parallel["reshard"]["weights"].items() if n != "critic.value_head"}
+    ours = {n: w for n, w in ending.weights.items() if n != "critic.value_head"}
+    assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shifted_state_is_refused_elsewhere(folder, pipeline_parallel):
+    """As Megatron-Core 0.19 itself saves it. The weights are right, and are taken without it."""
+    path = folder / "shifted.ckpt"
+    assert read_portable(path, weights_only=True, with_optimizers=False)["state_dict"]
+    with pytest.raises(ValueError, match="in an order of its own.*with `verl-export`"):
+        read_portable(path, weights_only=True)
 
 
 def test_a_killed_save_leaves_the_previous_checkpoint(conversions):
