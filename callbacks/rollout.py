@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.shared_rollout import join_parts, own_part
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.turns import TurnsConfig, play
@@ -38,7 +39,7 @@ class RolloutCallback(Callback):
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
-        MisconfigurationException: In ``setup``, if the module has no policy to sample from.
+        MisconfigurationException: In ``setup``, if the module does not learn from responses.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class RolloutCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(pl_module, PostTrainingModule):
+        if not isinstance(pl_module, SamplingModule):
             raise MisconfigurationException(
-                f"`{type(self).__name__}` samples from a module's policy, but `{type(pl_module).__name__}` has none."
-                " Train a `PPOModule`, or take the rollout callback out."
+                f"`{type(self).__name__}` samples responses, for which `{type(pl_module).__name__}` has no use."
+                " Train a `PPOModule`, or take the rollout callback out (`rollout: null`)."
             )
         if sends_adapters(pl_module) and not self.takes_adapters:
             raise MisconfigurationException(

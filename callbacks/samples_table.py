@@ -16,7 +16,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.samples_page import write_page, write_whole
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Verdict
-from verl_lightning.modules.ppo import PPOModule
+from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.types import Experience, Rollout
 
@@ -69,7 +69,7 @@ class SamplesTable(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(pl_module, PPOModule):
+        if not isinstance(pl_module, SamplingModule):
             raise MisconfigurationException(
                 f"`SamplesTable` shows responses and their rewards, but `{type(pl_module).__name__}` has none. Train a"
                 " `PPOModule`, or take the callback out."

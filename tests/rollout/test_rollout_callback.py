@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
+from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import ReMax
 from verl_lightning.rollout.base import SamplingConfig
@@ -76,9 +76,11 @@ def test_each_step_and_sample_draws_its_own_noise_and_validations_draw_the_same(
     assert not torch.equal(vals[0][0], vals[0][1])
 
 
-def test_the_rollout_callback_refuses_a_module_without_a_policy(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"`BoringModel` has none.*take the rollout callback out"):
-        make_trainer(tmp_path, make_rollout()).fit(BoringModel())
+def test_the_rollout_callback_refuses_a_module_that_learns_from_no_responses(tmp_path, tiny_folder, chat_file):
+    modules = {"BoringModel": (BoringModel(), None), "SFTModule": (make_sft(tiny_folder), make_chats(chat_file))}
+    for name, (module, data) in modules.items():
+        with pytest.raises(MisconfigurationException, match=rf"`{name}` has no use.*`rollout: null`"):
+            make_trainer(tmp_path, make_rollout()).fit(module, datamodule=data)
 
 
 def test_adapters_alone_need_an_engine_that_takes_them(tmp_path, tiny_folder, prompt_file):
