@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import (
 
 from tests.runs import make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.modules.advantages import GAE
-from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig, ValidationConfig
+from verl_lightning.modules.advantages import GAE, GDPO
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, ShapingConfig, UpdateConfig, ValidationConfig
 from verl_lightning.rollout.base import SamplingConfig
 
 
@@ -64,6 +64,7 @@ def test_callbacks_that_do_nothing_under_ppo(tmp_path, tiny_folder, prompt_file,
             r"asks for pass@4, but.* is 1\. Sample at least 4",
         ),
         ({}, {"update": UpdateConfig(mini_batch_size=3)}, r"`update\.mini_batch_size` \(3 prompts\) must divide"),
+        ({"top_p": 0.9}, {"update": UpdateConfig(old_log_probs="engine")}, r"a part of the vocabulary where"),
         ({"max_new_tokens": 2048}, {}, r"add up to 2080 tokens, but the model reads at most 2048"),
     ],
 )
@@ -88,11 +89,33 @@ def test_ppo_without_a_rollout_callback(tmp_path, tiny_folder, prompt_file):
             {"advantage": GAE(), "critic": CriticConfig(epochs=2)},
             r"`critic\.epochs` \(2\) must equal `update",
         ),
+        (
+            {"advantage": GDPO({"format": 1.0}), "shaping": ShapingConfig(overlong_buffer=2)},
+            r"`shaping\.overlong_buffer` lowers the score, which `GDPO` does not read",
+        ),
+        (
+            {"advantage": GDPO({"format": 1.0}), "kl": KLConfig(place="reward", estimator="k1")},
+            r"`kl\.place: reward` lowers the score, which `GDPO` does not read",
+        ),
     ],
 )
 def test_estimators_and_critics_that_do_not_fit(tiny_folder, parts, message):
     with pytest.raises(ValueError, match=message):
         make_ppo(tiny_folder, **parts)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KLConfig(horizon=100), r"`kl\.horizon` says how soon .* give a target, or leave it out"),
+        (lambda: ShapingConfig(overlong_penalty=0.5), r"`shaping\.overlong_penalty` needs `shaping\.overlong_buffer`"),
+        (lambda: ValidationConfig(pass_k=[1, 0]), r"`validation\.pass_k` counts responses, at least 1, got \[1, 0\]"),
+        (lambda: CriticConfig(warmup_steps=-1), r"`critic\.warmup_steps` must not be negative, got -1"),
+    ],
+)
+def test_options_without_effect(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_a_decay_without_an_end(tmp_path, tiny_folder, prompt_file):

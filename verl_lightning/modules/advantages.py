@@ -107,6 +107,9 @@ class AdvantageEstimator(ABC):
     needs_sum_squared_probs: ClassVar[bool] = False
     """Whether it reads ``sum_squared_probs``."""
 
+    reads_score: ClassVar[bool] = True
+    """Whether it reads the score, less penalties, rather than ``reward_components``."""
+
     whitens: bool = False
     """Whether the advantages are to be whitened over the response tokens of all ranks."""
 
@@ -296,14 +299,15 @@ class GRPOPassK(AdvantageEstimator):
 class GDPO(AdvantageEstimator):
     """Several rewards at once: the weighted sum of each one's own GRPO advantage, whitened over the batch.
 
-    Reads the named values that the reward function returns beside ``reward``, not the score itself, and so takes no
-    KL penalty in the reward. Liu et al., 2026, https://arxiv.org/abs/2601.05242
+    Reads the named values that the reward function returns beside ``reward``, not the score itself: neither a KL
+    penalty in the reward nor one for length would reach it. Liu et al., 2026, https://arxiv.org/abs/2601.05242
 
     Args:
         weights: Weight of each named reward, such as ``{correct: 1.0, format: 0.5}``.
     """
 
     needs_groups = True
+    reads_score = False
     whitens = True
 
     def __init__(self, weights: dict[str, float]) -> None:

@@ -118,7 +118,7 @@ class PPOModule(SamplingModule):
     ) -> None:
         super().__init__(actor, reward, validation)
         check_parts(advantage, critic, update)
-        check_options(advantage, corrections or [], dynamic_sampling, update)
+        check_options(advantage, corrections or [], dynamic_sampling, update, kl, shaping)
         self.automatic_optimization = False
         self.advantage = advantage
         self.policy_loss = policy_loss or PPOClip()
@@ -199,7 +199,7 @@ class PPOModule(SamplingModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            check_sampling(self.rollout_source.sampling, self.advantage, self.corrections, self.shaping)
+            check_sampling(self.rollout_source.sampling, self.advantage, self.corrections, self.shaping, self.update)
 
     @override
     def configure_model(self) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 
 from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.corrections import RolloutCorrection
-from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, ShapingConfig, UpdateConfig
+from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
 
 
@@ -37,6 +37,8 @@ def check_options(
     corrections: Sequence[RolloutCorrection],
     dynamic_sampling: DynamicSamplingConfig | None,
     update: UpdateConfig,
+    kl: KLConfig | None,
+    shaping: ShapingConfig,
 ) -> None:
     """Refuse options that would have no effect.
 
@@ -53,6 +55,15 @@ def check_options(
         raise ValueError(f"`{name}` reads the trainer's distributions: set `update.old_log_probs: trainer`.")
     if dynamic_sampling is not None and not advantage.needs_groups:
         raise ValueError(f"`dynamic_sampling` drops groups without signal, but `{name}` has no groups. Take it out.")
+    if not advantage.reads_score and shaping.overlong_buffer:
+        raise ValueError(
+            f"`shaping.overlong_buffer` lowers the score, which `{name}` does not read. Take it out, and have the"
+            " reward function return a penalty of its own beside `reward`."
+        )
+    if not advantage.reads_score and kl is not None and kl.place == "reward":
+        raise ValueError(
+            f"`kl.place: reward` lowers the score, which `{name}` does not read. Set `kl.place: loss`, or `kl: null`."
+        )
 
 
 def check_sampling(
@@ -60,6 +71,7 @@ def check_sampling(
     advantage: AdvantageEstimator,
     corrections: Sequence[RolloutCorrection],
     shaping: ShapingConfig,
+    update: UpdateConfig,
 ) -> None:
     """Refuse responses that could teach nothing, or that the options can't handle.
 
@@ -73,6 +85,12 @@ def check_sampling(
             "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`,"
             " `top_k` or `guide` samples from a part of it. Set `top_p: 1.0` and `top_k: 0` and no `guide`, or take"
             " `corrections` out."
+        )
+    if update.old_log_probs == "engine" and sampling.is_truncated:
+        raise ValueError(
+            "`update.old_log_probs: engine` compares with the engine's probabilities, which are of a part of the"
+            " vocabulary where `rollout.sampling.top_p`, `top_k` or `guide` is set. Set `top_p: 1.0` and `top_k: 0` and"
+            " no `guide`, or `update.old_log_probs: trainer`."
         )
     if shaping.overlong_buffer >= sampling.max_new_tokens:
         raise ValueError(

@@ -44,6 +44,10 @@ class KLConfig:
             raise ValueError(f"`kl.target` must be above 0 nats, got {self.target}.")
         if self.horizon < 1:
             raise ValueError(f"`kl.horizon` must be at least 1 sequence, got {self.horizon}.")
+        if self.target is None and self.horizon != type(self).horizon:
+            raise ValueError(
+                "`kl.horizon` says how soon `kl.coef` is steered to `kl.target`: give a target, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,8 @@ class CriticConfig:
             raise ValueError(f"`critic.value_clip` must be above 0, got {self.value_clip}.")
         if self.epochs < 1:
             raise ValueError(f"`critic.epochs` must be at least 1, got {self.epochs}.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"`critic.warmup_steps` must not be negative, got {self.warmup_steps}.")
         if self.model is not None:
             check_no_rollout(self.model.lora, "critic.model.lora")
         if self.model is None and self.warmup_steps:
@@ -157,6 +163,10 @@ class ShapingConfig:
             raise ValueError(f"`shaping.overlong_buffer` must not be negative, got {self.overlong_buffer}.")
         if self.overlong_penalty <= 0:
             raise ValueError(f"`shaping.overlong_penalty` must be above 0, got {self.overlong_penalty}.")
+        if not self.overlong_buffer and self.overlong_penalty != type(self).overlong_penalty:
+            raise ValueError(
+                "`shaping.overlong_penalty` needs `shaping.overlong_buffer`, the tokens over which it grows."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +194,7 @@ class ValidationConfig:
 
     pass_k: list[int] = field(default_factory=lambda: [1])
     """The k of pass@k; none may exceed ``rollout.val_sampling.num_samples``."""
+
+    def __post_init__(self) -> None:
+        if min(self.pass_k, default=1) < 1:
+            raise ValueError(f"`validation.pass_k` counts responses, at least 1, got {self.pass_k}.")
