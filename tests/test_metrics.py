@@ -28,6 +28,13 @@ def test_means_weigh_what_they_average_over():
     assert table({"loss": first}).reduce(gather_with(table({"loss": second}))) == {"loss": 5.0}
 
 
+def test_a_mean_over_what_is_true():
+    """Norms 1 and 3 of two updates, and one that is not finite, have the mean 2."""
+    norms = torch.tensor([1.0, 3.0, torch.inf])
+    parts = [{"norm": mean(norm.nan_to_num(posinf=0.0), norm.isfinite())} for norm in norms]
+    assert table(*parts).reduce(lambda value: [value]) == {"norm": 2.0}
+
+
 def test_each_kind_reduces_by_its_own_rule():
     ours = {"mean": mean(2.0, 1.0), "sum": total(2.0), "max": Metric("max", 2.0), "min": Metric("min", 2.0)}
     theirs = {"mean": mean(6.0, 3.0), "sum": total(6.0), "max": Metric("max", 6.0), "min": Metric("min", 6.0)}

@@ -44,8 +44,9 @@ class Metric(NamedTuple):
 
 
 def mean(total: Number, weight: Number = 1.0) -> Metric:
-    """``total / weight``, each summed over micro-batches and ranks before they are divided."""
-    return Metric("mean", total, weight)
+    """``total / weight``, each summed over micro-batches and ranks before they are divided; True weighs 1."""
+    is_bool = isinstance(weight, Tensor) and weight.dtype == torch.bool  # two of which torch adds up to one
+    return Metric("mean", total, weight * 1.0 if is_bool else weight)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Metric:
