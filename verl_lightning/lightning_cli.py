@@ -17,6 +17,7 @@ from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -183,6 +184,7 @@ class CLI(LightningCLI):
         others = callbacks if isinstance(callbacks, list) else [callbacks]
         if self._get(self.config, "ckpt_path") == "last" and isinstance(trainer.logger, ResumableCSVLogger):
             self._find_last_run(trainer.logger)
+        check_gpu(trainer.accelerator)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
         register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
@@ -258,6 +260,19 @@ def check_strategy_flags(parser: LightningArgumentParser, words: Sequence[str], 
                 f"`{group}.{option}` is a setting of the strategy `{group}`, but `trainer.strategy` is `{strategy}`."
                 f" Add `--strategy {group}`, or leave it out."
             )
+
+
+def check_gpu(accelerator: object) -> None:
+    """Say what to do where a file asks for GPUs and there are none; Lightning's error is that it found no backend.
+
+    Raises:
+        MisconfigurationException: If so.
+    """
+    if accelerator == "gpu" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+        raise MisconfigurationException(
+            "`trainer.accelerator` is `gpu`, but torch finds none on this machine; `verl-fit doctor` says more. To try"
+            " the configuration here, add `--trainer.accelerator cpu --trainer.devices 1`."
+        )
 
 
 def check_checkpoint(parser: LightningArgumentParser, path: str | None) -> None:

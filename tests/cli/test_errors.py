@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from verl_lightning.cli_errors import did_you_mean, read_failure
 
@@ -145,6 +147,12 @@ def test_a_folder_that_cannot_resume_is_told_apart(refuse, folder, file, sentenc
     said = refuse("--config", "base.yaml", "--ckpt_path", "saved")
 
     assert said.startswith(f"`--ckpt_path saved` {sentence}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_a_file_for_gpus_says_what_to_do_without_one(parse):
+    with pytest.raises(MisconfigurationException, match="torch finds none .* `--trainer.accelerator cpu"):
+        parse("--trainer.accelerator", "gpu")
 
 
 def test_failure_is_read_from_the_innermost_level():
