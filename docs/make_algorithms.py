@@ -59,8 +59,8 @@ METRICS = {
     " `critic/{vf_loss,vf_clipfrac,vpred_mean,vf_explained_var,grad_norm,lr}`",
     "policy_loss": "`actor/{pg_loss,ppo_kl,grad_norm,lr,entropy}`, `actor/on_policy_ratio_error`; where it clips,"
     " `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`",
-    "corrections": "`rollout_corr/{kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,rejected_frac,"
-    "effective_sample_size}`",
+    "corrections": "`rollout_corr/{abs_log_prob_gap,kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,"
+    "rejected_frac,effective_sample_size}`",
 }
 
 

@@ -14,18 +14,22 @@ ROLLOUT_LOG_PROBS = torch.tensor([[0.5, 0.2, 0.3, 0.2], [0.6, 0.5, 0.8, 0.3]]).l
 LOG_RATIO = correction.mismatch_log_ratio(OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, LOSS_MASK)
 
 
+def sample_size(weights, mask):
+    return correction.effective_sample_size(correction.weight_moments(weights, mask)).float()
+
+
 def test_truncated_token_weights_match_the_golden_table():
     weights = correction.truncated_weights(correction.token_importance_weights(LOG_RATIO, LOSS_MASK), cap=2.0)
 
     assert_close(weights, torch.tensor([[1.0, 2, 1, 0], [1, 1, 0.5, 1]]))
-    assert_close(correction.effective_sample_size(weights, LOSS_MASK), torch.tensor(0.86873), atol=1e-5, rtol=0)
+    assert_close(sample_size(weights, LOSS_MASK), torch.tensor(0.86873), atol=1e-5, rtol=0)
 
 
 def test_truncated_sequence_weights_match_the_golden_table():
     weights = correction.truncated_weights(correction.sequence_importance_weights(LOG_RATIO, LOSS_MASK), cap=2.0)
 
     assert_close(weights, torch.tensor([[2.0, 2, 2, 0], [0.5, 0.5, 0.5, 0.5]]))
-    assert_close(correction.effective_sample_size(weights, LOSS_MASK), torch.tensor(0.7033), atol=1e-4, rtol=0)
+    assert_close(sample_size(weights, LOSS_MASK), torch.tensor(0.7033), atol=1e-4, rtol=0)
 
 
 def test_truncation_and_icepop_match_the_hand_tables():
@@ -94,6 +98,14 @@ def test_one_bad_token_rejects_its_response():
 
 
 def test_nothing_left_gives_an_effective_sample_size_of_zero():
-    size = correction.effective_sample_size(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool))
+    size = sample_size(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool))
 
     assert_close(size, torch.tensor(0.0))
+
+
+def test_the_effective_sample_size_of_two_ranks_is_that_of_their_tokens_together():
+    """Weights 1 and 3 on different ranks, each of size 1 by itself: 4**2 / (2 * 10)."""
+    ones = torch.ones(1, 1)
+    moments = [correction.weight_moments(weight * ones, ones.bool()) for weight in (1, 3)]
+
+    assert_close(correction.effective_sample_size(moments[0] + moments[1]).float(), torch.tensor(0.8))

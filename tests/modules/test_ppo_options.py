@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
-from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.advantages import GPG, OptimalTokenBaseline
-from verl_lightning.modules.corrections import IcePop, TruncatedImportanceSampling
+from verl_lightning.modules.corrections import IcePop, Rejection, TruncatedImportanceSampling
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.policy_losses import ClipCov, KLCov
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
@@ -67,6 +70,7 @@ def test_corrections_hardly_change_what_an_exact_engine_sampled(tiny_folder, pro
 
     assert recorder.steps[0]["rollout_corr/weight"] == pytest.approx(1.0, abs=1e-4)
     assert recorder.steps[0]["rollout_corr/rejected_frac"] == 0
+    assert recorder.steps[0]["rollout_corr/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_correction_scales_the_loss(tiny_folder, prompt_file, tmp_path):
@@ -75,6 +79,19 @@ def test_a_correction_scales_the_loss(tiny_folder, prompt_file, tmp_path):
     halved, _ = run(tiny_folder, prompt_file, tmp_path, steps=1, update=update, corrections=[HalfWeight()])
 
     assert halved.steps[0]["actor/grad_norm"] == pytest.approx(plain.steps[0]["actor/grad_norm"] / 2, rel=1e-4)
+
+
+def test_rejecting_all_changes_no_weight_and_hides_no_gap(tiny_folder, prompt_file, tmp_path):
+    """Weight decay rests too."""
+    actor = make_model_config(tiny_folder, optim=OptimConfig(lr=0.1, weight_decay=0.1))
+    all_of_them = [Rejection("k1", "token", low=5.0, high=6.0)]
+    recorder, module = run(tiny_folder, prompt_file, tmp_path, actor=actor, corrections=all_of_them)
+
+    assert recorder.column("train/empty_batches") == [2, 2]
+    assert recorder.column("actor/grad_norm") == [0, 0]
+    assert len(recorder.column("rollout_corr/abs_log_prob_gap")) == 2
+    weights = AutoModelForCausalLM.from_pretrained(tiny_folder).state_dict()
+    assert_close(dict(module.policy.backbone.state_dict()), dict(weights), rtol=0, atol=0)
 
 
 class HalfWeight(TruncatedImportanceSampling):
@@ -97,7 +114,7 @@ def test_the_engines_log_probs_may_be_the_old_ones(tiny_folder, prompt_file, tmp
     recorder, _ = run(tiny_folder, prompt_file, tmp_path, update=update)
 
     assert "timing_s/old_log_prob" not in recorder.steps[0]
-    assert recorder.steps[0]["rollout_corr/abs_log_prob_gap"] == 0
+    assert not [name for name in recorder.steps[0] if name.startswith("rollout_corr/")]  # a gap of 0 would be a lie
 
 
 def test_the_engines_log_probs_leave_nothing_to_correct(tiny_folder):

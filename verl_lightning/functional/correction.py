@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from verl_lightning.functional.masking import masked_mean, sequence_sum
+from verl_lightning.functional.masking import sequence_sum
 
 
 def mismatch_log_ratio(
@@ -188,9 +188,23 @@ def keep_sequences(
     return response_mask & ((statistic >= low) & (statistic <= high)).unsqueeze(-1)
 
 
-def effective_sample_size(
+def weight_moments(
     weights: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, " 3"]:
+    """What `effective_sample_size` needs to know of some of a batch's tokens; those of all parts add up.
+
+    Args:
+        weights: Importance weights on response tokens.
+        response_mask: True on response tokens; False on tool output and padding.
+
+    Returns:
+        Number of tokens, sum and sum of squares of their weights; in float64.
+    """
+    kept = torch.where(response_mask, weights, 0.0).double()
+    return torch.stack([response_mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def effective_sample_size(moments: Float[Tensor, " 3"]) -> Float[Tensor, ""]:
     """How many of the tokens the weighted ones are worth, as a share.
 
     Computes::
@@ -198,8 +212,7 @@ def effective_sample_size(
         1 / mean((weights / mean(weights))**2)
 
     Args:
-        weights: Importance weights on response tokens.
-        response_mask: True on response tokens; False on tool output and padding.
+        moments: Sum of `weight_moments` over ranks.
 
     Returns:
         In ``(0, 1]``, 1 for equal weights; 0 if all weights are 0.
@@ -207,8 +220,8 @@ def effective_sample_size(
     References:
         Kish, *Survey Sampling*, 1965.
     """
-    mean_square = masked_mean(weights.square(), response_mask)
-    return masked_mean(weights, response_mask).square() / mean_square.clamp(min=torch.finfo(weights.dtype).tiny)
+    count, total, squares = moments.unbind()
+    return total.square() / (count * squares).clamp(min=torch.finfo(moments.dtype).tiny)
 
 
 def probability_error(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "batch response"]:

@@ -185,15 +185,14 @@ def correct_rollout(
 def _metrics(
     log_ratio: TokenValues, corrected: Corrected, response_mask: Bool[Tensor, "batch response"]
 ) -> dict[str, TokenValues]:
-    sample_size = correction.effective_sample_size(corrected.weights, response_mask)
     metrics = {
+        "rollout_corr/abs_log_prob_gap": log_ratio.abs(),
         "rollout_corr/kl": -log_ratio,
         "rollout_corr/gen_kl_error": correction.mismatch_k3(log_ratio),
         "rollout_corr/token_mult_prob_error": correction.probability_error(log_ratio),
         "rollout_corr/weight": corrected.weights,
         "rollout_corr/zero_weight_frac": (corrected.weights == 0).to(log_ratio.dtype),
         "rollout_corr/rejected_frac": (~corrected.response_mask).to(log_ratio.dtype),
-        "rollout_corr/effective_sample_size": sample_size.expand_as(log_ratio),
     }
     return {name: torch.where(response_mask, values, 0.0) for name, values in metrics.items()}
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from verl_lightning.functional import correction
 from verl_lightning.functional import kl as kl_estimators
 from verl_lightning.functional.advantages.groups import num_groups_without_signal
 from verl_lightning.functional.masking import masked_sum, standardize
@@ -113,7 +114,7 @@ class ExperienceMaker:
                 )
             )
             experience = self._experience(rollout, scored, outputs, mask, corrected)
-            metrics |= {name: masked_mean(values, mask) for name, values in mismatch.items()}
+            metrics |= self._mismatch(mismatch, corrected, mask)
             metrics |= experience_metrics(experience, token_rewards, rollout)
             metrics |= self._explained_variance(experience)
             if self.advantage.needs_groups:
@@ -171,6 +172,15 @@ class ExperienceMaker:
             returns=outputs.returns,
         )
 
+    def _mismatch(self, of_tokens: dict[str, Tensor], corrected: Corrected, mask: Tensor) -> dict[str, Metric]:
+        """How far engine and trainer differ, over all ranks; empty where the trainer has not scored the responses."""
+        if self.old_log_probs == "engine":
+            return {}
+        moments = self.contract.sum_over_data_parallel(correction.weight_moments(corrected.weights, mask))
+        size = mean(correction.effective_sample_size(moments), moments[0] > 0)  # the same on every rank
+        metrics = {name: masked_mean(values, mask) for name, values in of_tokens.items()}
+        return metrics | {"rollout_corr/effective_sample_size": size}
+
     def _explained_variance(self, experience: Experience) -> dict[str, Metric]:
         """How well the values foretold the returns, over all ranks; empty without values."""
         if experience.values is None or experience.returns is None:
@@ -222,7 +232,6 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
     rows = mask.any(-1)
     width = rollout.response_mask.shape[1]
     response_lengths = rollout.attention_mask[:, -width:].sum(-1)
-    gap = torch.where(mask, experience.old_log_probs - experience.rollout_log_probs, 0.0)
     metrics = (
         spread("critic/rewards", token_rewards.sum(-1), rows)
         | spread("critic/advantages", experience.advantages, mask)
@@ -230,7 +239,6 @@ def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: R
         | spread("prompt_length", rollout.attention_mask[:, :-width].sum(-1))
     )
     metrics["response_length/clip_ratio"] = mean(rollout.is_truncated.sum(), float(len(rollout)))
-    metrics["rollout_corr/abs_log_prob_gap"] = masked_mean(gap.abs(), mask)
     metrics |= spread("global_seqlen", rollout.attention_mask.sum()[None])
     metrics["perf/total_num_tokens"] = total(rollout.attention_mask.sum())
     metrics["train/excluded_sequences"] = total((~rows).sum())
