@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_sft import PEAK_FLOPS, chosen_strategy, now, quiet_trainer, random_batches, show, write_model
+from fsdp_sft import PEAK_FLOPS, chosen_strategy, quiet_trainer, random_batches, show, write_model
 from lightning.pytorch import Callback, LightningModule, Trainer
+from step_timer import now
 from transformers import AutoConfig
 from typing_extensions import override
 

@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch import Callback, Trainer
+from step_timer import Spread, StepTimer
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
-from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import SFTModule
@@ -55,7 +52,16 @@ class Result:
     """Inside `Trainer.fit`, of all devices together."""
 
     bare_tokens_per_second: float
-    """The same steps called in a plain loop."""
+    """The same steps called in a plain loop, in blocks that take turns with those of `Trainer.fit`."""
+
+    loop_ms: Spread
+    """What `Trainer.fit` adds to a step: quartiles over pairs of neighbouring blocks."""
+
+    host_ms: float
+    """The host's work of a step inside `Trainer.fit`; the device waits for it where a step is shorter."""
+
+    loop_host_ms: Spread
+    """What `Trainer.fit` adds to that."""
 
     mfu: float
     """Inside `Trainer.fit`; a share of the devices' peak."""
@@ -65,142 +71,6 @@ class Result:
 
     loss: float
     """Of the last step in the bare loop, in nats; near the vocabulary's log."""
-
-
-class StepTimer(Callback):
-    """Times the steps inside `fit`, then the same steps outside Lightning's loop, and looks into a few with a profiler.
-
-    The device is never waited for while steps are timed, as in training; medians are told.
-
-    Args:
-        warmup: First steps of `fit` that are not counted: they compile.
-        steps: Steps that are counted, in `fit` and then in the bare loop.
-        profiles: Whether three more steps of `fit` are profiled.
-    """
-
-    def __init__(self, warmup: int, steps: int, *, profiles: bool) -> None:
-        self.warmup, self.steps = warmup, steps
-        self.fit_seconds = self.bare_seconds = float("nan")  # of one step
-        self.loss = float("nan")
-        self.profile = Profile() if profiles else None
-        self._marks: list[Any] = []
-
-    @property
-    def num_fit_steps(self) -> int:
-        """Steps that `fit` must take."""
-        return self.warmup + self.steps + (3 if self.profile else 0)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.warmup <= batch_idx <= self.warmup + self.steps:
-            self._marks.append(mark())
-        if batch_idx == self.warmup + self.steps and self.profile is not None:
-            self.profile.start()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx + 1 == self.warmup + self.steps and self.profile is None:
-            self._marks.append(mark())
-        if batch_idx + 1 == self.num_fit_steps and self.profile is not None:
-            self.profile.stop()
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, SFTModule)
-        optimizer: Any = trainer.optimizers[0]
-        self.fit_seconds = median_seconds(self._marks)
-        marks, loss = [], torch.zeros(())
-        for batch in itertools.islice(trainer.train_dataloader, self.steps + 1):
-            loss = bare_step(pl_module, optimizer, batch.to(pl_module.device))
-            marks.append(mark())
-        self.bare_seconds = median_seconds(marks)
-        self.loss = float(loss) / pl_module.contract.gradient_divisor
-
-
-class Profile:
-    """Where three steps spend the device's time and the host's."""
-
-    def __init__(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._start = self.seconds = 0.0
-
-    def start(self) -> None:
-        """Call before the first of them."""
-        self._profiler.__enter__()
-        self._start = now()
-
-    def stop(self) -> None:
-        """Call after the last."""
-        self.seconds = now() - self._start
-        self._profiler.__exit__(None, None, None)
-
-    def summary(self, rows: int = 30) -> str:
-        """Milliseconds a step: device busy, host waits, then the longest kernels and operations."""
-        events = self._profiler.key_averages()
-        on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
-        busy = sum(e.self_device_time_total for e in on_device) / 3000
-        lines = [f"step {1000 * self.seconds / 3:.1f} ms (profiled), device busy {busy:.1f} ms"]
-        for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
-            for event in (e for e in events if e.key == name):
-                lines.append(f"{name}: {event.count / 3:.1f} calls, {event.self_cpu_time_total / 3000:.1f} ms")
-        lines.append("-- device")
-        for event in sorted(on_device, key=lambda e: -e.self_device_time_total)[:rows]:
-            lines.append(f"{event.self_device_time_total / 3000:8.2f} ms {event.count / 3:7.1f} x {event.key[:110]}")
-        lines.append("-- host")
-        on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
-        for event in sorted(on_host, key=lambda e: -e.self_cpu_time_total)[:rows]:
-            lines.append(f"{event.self_cpu_time_total / 3000:8.2f} ms {event.count / 3:7.1f} x {event.key[:80]}")
-        return "\n".join(lines)
-
-    def export(self, path: Path) -> None:
-        """A trace for chrome://tracing."""
-        self._profiler.export_chrome_trace(str(path))
-
-
-def bare_step(module: SFTModule, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Tensor:
-    """What `fit` does in a step, without its loop, hooks and logs."""
-    contract = module.contract
-    tokens = contract.sum_over_data_parallel(batch.response_mask.sum())
-
-    def loss_fn(scores: Any, batch: TokenBatch) -> Any:
-        return -(scores.log_probs * batch.response_mask).sum() / tokens, {}
-
-    loss, _ = contract.train_loss(module.policy, batch, loss_fn)
-    contract.backward(loss, None)  # type: ignore[attr-defined]
-    contract.prepare_step(optimizer, module.policy_config.optim.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return contract.sum_over_data_parallel(loss.detach())
-
-
-def mark() -> Any:
-    """A moment of the device's time, taken without waiting for it; of the host's without a GPU."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def median_seconds(marks: list[Any]) -> float:
-    """Between consecutive moments; a step that compiles or collects garbage does not count."""
-    now()
-    pairs = itertools.pairwise(marks)
-    if not torch.cuda.is_available():
-        return statistics.median(after - before for before, after in pairs)
-    return statistics.median(before.elapsed_time(after) for before, after in pairs) / 1000
-
-
-def now() -> float:
-    """Seconds, once the device has done all its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def random_batches(vocab_size: int, length: int, count: int, *, sharing: int = 1) -> DataLoader[TokenBatch]:
@@ -215,19 +85,19 @@ def random_batches(vocab_size: int, length: int, count: int, *, sharing: int = 1
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def write_model(folder: Path) -> None:
-    """A random model of Qwen3-0.6B's shape, unless it is there."""
+def write_model(folder: Path, *, is_tiny: bool = False) -> None:
+    """A random model of Qwen3-0.6B's shape, unless it is there; a tiny one has two small layers."""
     if folder.exists() or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        vocab_size=512 if is_tiny else 151936,
+        hidden_size=64 if is_tiny else 1024,
+        intermediate_size=128 if is_tiny else 3072,
+        num_hidden_layers=2 if is_tiny else 28,
+        num_attention_heads=4 if is_tiny else 16,
+        num_key_value_heads=2 if is_tiny else 8,
+        head_dim=16 if is_tiny else 128,
         tie_word_embeddings=True,
         max_position_embeddings=40960,
         rope_theta=1e6,
@@ -274,7 +144,7 @@ def quiet_trainer(arguments: argparse.Namespace, strategy: Any, *callbacks: Call
 
 def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) -> Result:
     """One fit and one bare loop."""
-    timer = StepTimer(arguments.warmup, arguments.steps, profiles=arguments.profile)
+    timer = StepTimer(arguments.warmup, arguments.steps, blocks=arguments.blocks, profiles=arguments.profile)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer = quiet_trainer(
@@ -307,6 +177,9 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         devices=trainer.world_size,
         fit_tokens_per_second=round(speed, 1),
         bare_tokens_per_second=round(tokens / timer.bare_seconds, 1),
+        loop_ms=milliseconds(timer.cost("step")),
+        host_ms=round(1000 * statistics.median(block.host for block in timer.fit), 3),
+        loop_host_ms=milliseconds(timer.cost("host")),
         mfu=round(speed * flops_per_token(module, shape, length) / trainer.world_size / PEAK_FLOPS, 4),
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
         loss=round(timer.loss, 4),
@@ -316,6 +189,16 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return result
+
+
+def told(spread: Spread) -> str:
+    """A median with its quartiles, for people."""
+    return f"{spread.median:+.2f} ({spread.low:+.2f} to {spread.high:+.2f})"
+
+
+def milliseconds(seconds: Spread) -> Spread:
+    """The same in thousandths."""
+    return Spread(*(round(1000 * value, 3) for value in seconds))
 
 
 def show(text: str) -> None:
@@ -333,7 +216,8 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share each sequence, under `fsdp`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384], help="tokens of a sequence")
     parser.add_argument("--checkpointing", choices=["full", "none"], nargs="+", default=["full", "none"])
-    parser.add_argument("--steps", type=int, default=10, help="counted steps")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of a block")
+    parser.add_argument("--blocks", type=int, default=4, help="turns of `fit` and of the bare loop")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks, under `fsdp`")
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=False, help="after forward")
@@ -343,20 +227,25 @@ def main() -> None:
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: what is left is the host's work")
+    if parser.parse_known_args()[0].tiny:
+        parser.set_defaults(model=Path("/tmp/qwen3-tiny-random"), lengths=[16], checkpointing=["none"], compile=False)
+        parser.set_defaults(accelerator="cpu", precision="32-true")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    write_model(arguments.model)
-    show("| length | recompute | devices | tok/s in fit | tok/s bare | loop cost | MFU | peak GiB | loss |")
-    show("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    write_model(arguments.model, is_tiny=arguments.tiny)
+    names = ("length", "recompute", "devices", "tok/s in fit", "tok/s bare", "loop, ms", "loop, host ms")
+    show(f"| {' | '.join((*names, 'MFU', 'peak GiB', 'loss'))} |\n{'| --- ' * 10}|")
     results = []
     for length in arguments.lengths:
         for checkpointing in arguments.checkpointing:
             row = measure(arguments, length=length, checkpointing=checkpointing == "full")
             results.append(asdict(row))
-            cost = row.bare_tokens_per_second / row.fit_tokens_per_second - 1
             show(
                 f"| {row.length} | {checkpointing} | {row.devices} | {row.fit_tokens_per_second:,.0f}"
-                f" | {row.bare_tokens_per_second:,.0f} | {cost:+.1%} | {row.mfu:.1%} | {row.peak_gib} | {row.loss} |"
+                f" | {row.bare_tokens_per_second:,.0f} | {told(row.loop_ms)}"
+                f" | {told(row.loop_host_ms)} of {row.host_ms:.1f}"
+                f" | {row.mfu:.1%} | {row.peak_gib} | {row.loss} |"
             )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report = json.dumps({"device": device, "torch": torch.__version__, "results": results})

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_sft import PEAK_FLOPS, StepTimer, quiet_trainer, show, write_model
+from fsdp_sft import PEAK_FLOPS, quiet_trainer, show, write_model
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from step_timer import StepTimer
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typing_extensions import override
@@ -212,7 +213,7 @@ def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    timer, length, devices = StepTimer(warmup=4, steps=8, profiles=False), arguments.length, case["devices"]
+    timer, length, devices = StepTimer(warmup=4, steps=8), arguments.length, case["devices"]
     trainer = quiet_trainer(
         arguments,
         make_strategy(case, arguments.timeout),
