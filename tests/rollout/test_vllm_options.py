@@ -129,8 +129,9 @@ def test_an_engine_is_given_a_gpu_that_is_there():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_file):
-    trainer = make_trainer(tmp_path, VLLMRollout())
+@pytest.mark.parametrize("beside", [None, BesideConfig()])
+def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_file, beside):
+    trainer = make_trainer(tmp_path, VLLMRollout(beside=beside))
 
     with pytest.raises(MisconfigurationException, match=r"needs vLLM.*No module named 'vllm'.*HFRollout"):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))

@@ -18,6 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from verl_lightning.rollout.base import Prompts, SamplingConfig
@@ -36,7 +37,12 @@ GRACE = 60.0
 STOP_SECONDS = 10.0
 """How long an engine may take to end by itself."""
 
-ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, RuntimeError, TimeoutError)}
+LAST_WORDS_SECONDS = 2.0
+"""How long an engine that has closed its pipe may take to end, so that its exit code is its own."""
+
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (MisconfigurationException, ValueError, RuntimeError, TimeoutError)
+}
 
 
 class EngineDiedError(RuntimeError):
@@ -266,6 +272,8 @@ class ProcessEngine:
 
     def _death(self) -> EngineDiedError:
         assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_WORDS_SECONDS)
         self._kill()
         return EngineDiedError(f"the engine's process {self._process.pid} ended with {self._process.returncode}.")
 

@@ -13,12 +13,24 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import decode_handles
+
+ENGINE_ERRORS = (
+    MisconfigurationException,
+    ValueError,
+    TypeError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+)
+"""What the trainer is told of; anything else ends this process."""
 
 
 class Worker:
@@ -49,7 +61,7 @@ class Worker:
             if not isinstance(error, TimeoutError):  # the trainer is gone
                 raise
             self._answer_error(error)
-        except (ValueError, TypeError, KeyError, RuntimeError, ImportError, AssertionError) as error:
+        except ENGINE_ERRORS as error:
             self._answer_error(error)
         else:
             self._answer({"done": do})
