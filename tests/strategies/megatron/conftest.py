@@ -72,6 +72,7 @@ def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
     """The tensor-parallel run's checkpoint on two stages."""
     options = json.dumps({"pipeline_parallel_size": 2})
     checks = ("reshard", "resume_stages", "resume_buckets", "resume_shifted", "validate", "adapters_resharded")
+    checks += ("learn", "replicas_features")
     results: dict[str, Any] = run("run_checks.py", folder, "--options", options, *checks)
     return results
 

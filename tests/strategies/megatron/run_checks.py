@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sft, make_trainer
 from tests.strategies.conformance import Bench
 from tests.strategies.megatron.cpu import pretend_cuda
+from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 from tests.strategies.megatron.sft_checks import (
     adapters_resharded,
     loaded_runs,
@@ -36,6 +37,7 @@ from tests.strategies.megatron.sft_checks import (
     resume_shifted,
     saved_runs,
 )
+from tests.strategies.megatron.training_checks import learn, sft_features
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
@@ -108,6 +110,11 @@ def resume_buckets(bench: Bench) -> Any:
     whole = critic_run(replicas, steps=4, ckpt_path=bench.folder / "half" / "step=2.ckpt", name="buckets")
     rest = critic_run(replicas, steps=4, ckpt_path=bench.folder / "buckets" / "step=3.ckpt", name="rest of buckets")
     return {"whole": whole, "rest": rest}
+
+
+def replicas_features(bench: Bench) -> Any:
+    """Features of SFT on two data-parallel ranks."""
+    return sft_features(dataclasses.replace(bench, options={"timeout": 600.0}))
 
 
 def export(bench: Bench) -> Any:
@@ -200,28 +207,32 @@ class GradientTraffic(Callback):
 
 def collectives(bench: Bench) -> Any:
     """Elements reduced by each collective for one gradient, with and without the distributed optimizer, by bridge."""
-    results: dict[str, Any] = {}
     overlap = DataParallelConfig(overlap_grad_reduce=True)
-    for name, options in {
+    variants = {
         "sharded": {"use_distributed_optimizer": True},
         "plain": {"use_distributed_optimizer": False},
         "sharded, overlap": {"use_distributed_optimizer": True, "ddp": overlap},
         "sharded, mbridge": {"use_distributed_optimizer": True, "bridge": "mbridge"},
         "plain, mbridge": {"use_distributed_optimizer": False, "bridge": "mbridge"},
-    }.items():
-        traffic = GradientTraffic()
-        module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
-        trainer = make_trainer(
-            bench.folder,
-            make_rollout(),
-            traffic,
-            strategy=MegatronStrategy(**bench.options, **options),
-            devices=bench.devices,
-            max_steps=1,
-        )
-        trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"))
-        results[name] = {"elements": traffic.elements, "parameters": traffic.parameters}
-    return results
+    }
+    counted = {name: traffic(bench, options) for name, options in variants.items()}
+    write_kinds(bench.folder / "kinds")
+    for layout in ("virtual pipeline", "expert parallel"):
+        of = LAYOUTS[layout]
+        other = dataclasses.replace(bench, folder=bench.folder / "kinds" / of.kind, options=of.options)
+        for kind, flag in {"sharded": True, "plain": False}.items():
+            counted[f"{kind}, {layout}"] = traffic(other, {"use_distributed_optimizer": flag})
+    return counted
+
+
+def traffic(bench: Bench, options: dict[str, Any]) -> dict[str, Any]:
+    """Elements reduced by each collective for one gradient of each model, and those that the gradients have."""
+    counts = GradientTraffic()
+    module = bench.ppo(advantage=GAE(), critic=CriticConfig(model=bench.model()))
+    strategy = MegatronStrategy(**bench.options, **options)
+    trainer = make_trainer(bench.folder, make_rollout(), counts, strategy=strategy, devices=bench.devices, max_steps=1)
+    trainer.fit(module, datamodule=make_prompts(bench.folder / "prompts.jsonl"))
+    return {"elements": counts.elements, "parameters": counts.parameters}
 
 
 def validate(bench: Bench) -> Any:
@@ -265,6 +276,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         *(resume, reshard, resume_stages, resume_buckets, resume_shifted, export, load_auto, collectives),
         *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals),
+        *(learn, replicas_features),
     )
 }
 
