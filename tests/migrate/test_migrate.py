@@ -208,6 +208,34 @@ def test_older_keys_of_rewards_are_no_reward_models(older):
     assert fates(migration)["reward_model.reward_manager"] == "not supported"
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("{rollout_is: token, rollout_is_threshold: 2.0}", [("TruncatedImportanceSampling", "token", 2.0)]),
+        ("{rollout_is: token, rollout_is_threshold: 0.5_5.0}", [("IcePop", 0.5, 5.0)]),
+        ("{rollout_is: sequence, rollout_is_threshold: 0.5_5.0}", None),
+        # verl's k1 is the log-ratio of engine over trainer, ours that of trainer over engine
+        ("{rollout_rs: token_k1, rollout_rs_threshold: 0.5_4.0}", [("Rejection", "k1", "token", -1.386294, 0.693147)]),
+        (
+            "{rollout_rs: 'seq_mean_k1,seq_max_k3', rollout_rs_threshold: '2.0,0.1'}",
+            [
+                ("Rejection", "k1", "sequence-mean", -0.693147, 0.693147),
+                ("Rejection", "k3", "sequence-max", -1e-6, 0.1),
+            ],
+        ),
+        ("{rollout_rs: 'seq_mean_k1,never_heard_of', rollout_rs_threshold: 2.0}", None),
+    ],
+)
+def test_corrections(tmp_path, options, expected):
+    text = f"algorithm: {{adv_estimator: grpo, rollout_correction: {options}}}"
+    corrections = migrated(tmp_path, text, name="verl.yaml").settings["model"]["init_args"].get("corrections")
+    found = corrections and [
+        (each["class_path"], *(round(v, 6) if isinstance(v, float) else v for v in each["init_args"].values()))
+        for each in corrections
+    ]
+    assert found == expected
+
+
 def test_a_loss_that_verl_averages_over_sequences_is_so_here(tmp_path):
     """verl's `sapo` does not read `loss_agg_mode`."""
     migration = migrated(tmp_path, BYPASS, name="verl.yaml")

@@ -202,18 +202,10 @@ def translate_correction(verl: VerlConfig) -> Findings:
         yield Setting(key="model.init_args.update.old_log_probs", value="engine", sources=(bypass,))
         yield from nothing_to_correct(verl, (level, cap, statistic, bounds), rejects=bool(verl[statistic]))
         return
-    corrections: list[dict[str, Any]] = []
-    sources: list[str] = []
-    if verl[level] in ("token", "sequence") and isinstance(verl[cap], (int, float)):
-        options: dict[str, Any] = {"level": verl[level], "cap": verl.number(cap)}
-        corrections.append({"class_path": "TruncatedImportanceSampling", "init_args": options})
-        sources += [level, cap]
-    rejection = read_rejection(verl[statistic], verl[bounds])
-    if rejection is not None:
-        corrections.append({"class_path": "Rejection", "init_args": rejection})
-        sources += [statistic, bounds]
-    if corrections:
-        yield Setting(key="model.init_args.corrections", value=corrections, sources=tuple(sources))
+    weights, rejections = read_weights(verl[level], verl[cap]), read_rejections(verl[statistic], verl[bounds])
+    sources = ((level, cap) if weights else ()) + ((statistic, bounds) if rejections else ())
+    if corrections := weights + rejections:
+        yield Setting(key="model.init_args.corrections", value=corrections, sources=sources)
     for key in (level, statistic):
         if verl[key] and key not in sources:
             yield Remark(source=key, reason="this kind is not known; see `model.corrections` in docs/algorithms.md")
@@ -230,18 +222,47 @@ def nothing_to_correct(verl: VerlConfig, keys: tuple[str, ...], *, rejects: bool
             yield Remark(source=key, reason=reason, needed=rejects and key.endswith("rollout_rs"))
 
 
-def read_rejection(statistic: Any, bounds: Any) -> dict[str, Any] | None:
-    """Our options for one of verl's rejections, such as ``seq_mean_k1`` with ``0.999_1.001``; None for others.
+def read_weights(level: Any, bounds: Any) -> list[dict[str, Any]]:
+    """Our importance weights for verl's, with a cap such as ``2.0`` or a band such as ``0.5_5.0``; none for others."""
+    numbers = read_numbers(bounds)
+    if level in ("token", "sequence") and len(numbers) == 1:
+        return [correction("TruncatedImportanceSampling", level=level, cap=numbers[0])]
+    if level == "token" and len(numbers) == 2:
+        return [correction("IcePop", low=numbers[0], high=numbers[1])]
+    return []
 
-    verl bounds ratios where the statistic is ``k1``, and divergences where it is ``k2`` or ``k3``.
+
+def read_rejections(statistics: Any, bounds: Any) -> list[dict[str, Any]]:
+    """Our rejections for verl's, such as ``seq_mean_k1,token_k3`` with ``0.999_1.001,0.1``; none if one is unknown."""
+    names, limits = str(statistics).split(","), str(bounds).split(",")
+    limits = limits * len(names) if len(limits) == 1 else limits
+    found = [read_rejection(*pair) for pair in zip(names, limits, strict=False)]
+    return [each for each in found if each] if all(found) and len(limits) == len(names) else []
+
+
+def read_rejection(statistic: str, bounds: str) -> dict[str, Any] | None:
+    """One of them; None if it is unknown.
+
+    verl bounds ratios of engine over trainer where the statistic is ``k1``, and divergences where it is ``k2`` or ``k3``.
     """
-    match = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", str(statistic))
-    numbers = [float(part) for part in str(bounds).split("_") if NUMBER.fullmatch(part)]
+    match = re.fullmatch(r"\s*(token|seq_sum|seq_mean|seq_max)_(k[123])\s*", statistic)
+    numbers = read_numbers(bounds)
     if match is None or not 1 <= len(numbers) <= 2 or min(numbers) <= 0:
         return None
     level, estimator = match[1].replace("seq_", "sequence-"), match[2]
     if estimator != "k1":
-        return {"statistic": estimator, "level": level, "low": -1e-6, "high": numbers[0]}
-    high = math.log(numbers[-1])
-    low = math.log(numbers[0]) if len(numbers) == 2 else -high
-    return {"statistic": "k1", "level": level, "low": low, "high": high} if low < high else None
+        return correction("Rejection", statistic=estimator, level=level, low=-1e-6, high=numbers[0])
+    lowest, highest = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+    low, high = -math.log(highest), -math.log(lowest)
+    return correction("Rejection", statistic="k1", level=level, low=low, high=high) if low < high else None
+
+
+def read_numbers(bounds: Any) -> list[float]:
+    """The one or two numbers of a bound; none if it is something else."""
+    parts = str(bounds).strip().split("_")
+    return [float(part) for part in parts] if all(NUMBER.fullmatch(part) for part in parts) else []
+
+
+def correction(name: str, **options: Any) -> dict[str, Any]:
+    """A correction as our YAML says it."""
+    return {"class_path": name, "init_args": options}
