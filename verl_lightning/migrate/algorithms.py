@@ -243,7 +243,7 @@ def read_rejections(statistics: Any, bounds: Any) -> list[dict[str, Any]]:
 def read_rejection(statistic: str, bounds: str) -> dict[str, Any] | None:
     """One of them; None if it is unknown.
 
-    verl bounds ratios of engine over trainer where the statistic is ``k1``, and divergences where it is ``k2`` or ``k3``.
+    verl bounds ratios of engine over trainer where the statistic is ``k1``, divergences where it is ``k2`` or ``k3``.
     """
     match = re.fullmatch(r"\s*(token|seq_sum|seq_mean|seq_max)_(k[123])\s*", statistic)
     numbers = read_numbers(bounds)
