@@ -40,6 +40,26 @@ def test_refuses_a_file_that_does_not_exist(tmp_path):
         read_rows(str(tmp_path / "none.jsonl"), columns=[])
 
 
+def test_refuses_a_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"` is a folder\. Name `\.jsonl` or `\.parquet` files"):
+        read_rows(str(tmp_path), columns=[])
+
+
+def test_a_mark_at_the_beginning_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "é"}', encoding="utf-8-sig")
+
+    (row,) = read_rows(str(tmp_path / "a.jsonl"), columns=["prompt"])
+
+    assert row.values == {"prompt": "é"}
+
+
+def test_refuses_text_in_another_encoding(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "é"}', encoding="latin-1")
+
+    with pytest.raises(ValueError, match=r"a\.jsonl` is no text in UTF-8: .*0xe9.*Save it as UTF-8"):
+        read_rows(str(tmp_path / "a.jsonl"), columns=[])
+
+
 def test_refuses_a_file_without_rows(tmp_path):
     (tmp_path / "empty.jsonl").touch()
 

@@ -143,6 +143,14 @@ def test_refuses_a_row_without_ground_truth(tmp_path):
         fit_once(make_data(file))
 
 
+@pytest.mark.parametrize(("column", "value"), [("extra_info", "a text"), ("data_source", ["a", "b"])])
+def test_refuses_a_column_of_another_kind_before_anything_is_sampled(tmp_path, column, value):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("1", **{column: value})])
+
+    with pytest.raises(ValueError, match=rf"Expected `{column}` to be .* in row 1 of"):
+        fit_once(make_data(file))
+
+
 def test_refuses_a_batch_that_the_ranks_cannot_share():
     data = make_data("a.jsonl", prompts_per_step=6, val_batch_size=4)
 

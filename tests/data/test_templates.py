@@ -33,7 +33,9 @@ def test_none_that_arrow_adds_does_not_reach_the_template():
     ]
 
 
-@pytest.mark.parametrize("messages", ["a", [], [{"content": "a"}], ["a"], {"role": "user", "content": "a"}])
+@pytest.mark.parametrize(
+    "messages", ["a", [], [{"content": "a"}], [{"role": "user"}], ["a"], {"role": "user", "content": "a"}]
+)
 def test_refuses_what_is_not_a_list_of_messages(messages):
     with pytest.raises(ValueError, match=r"Expected a list of messages .* in `prompt` in row 1, got"):
         clean_messages(messages, name="`prompt` in row 1")

@@ -38,7 +38,8 @@ def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row
 
 def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
     if not file.is_file():
-        raise ValueError(f"The data file `{file}` does not exist (looked from `{Path.cwd()}`).")
+        what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
+        raise ValueError(f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files.")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`.")
@@ -57,10 +58,13 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield Row(values=_parse_line(line, f"row {number} of `{file}`"), name=f"row {number} of `{file}`")
+    try:
+        with file.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(values=_parse_line(line, f"row {number} of `{file}`"), name=f"row {number} of `{file}`")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The data file `{file}` is no text in UTF-8: {error}. Save it as UTF-8.") from error
 
 
 def _parse_line(line: str, name: str) -> dict[str, Any]:

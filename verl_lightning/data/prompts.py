@@ -167,6 +167,10 @@ def _checked(row: Row) -> Row:
         raise ValueError(
             f"Expected `reward_model` to be an object with `ground_truth` in {row.name}, got {reward_model}."
         )
+    if not isinstance(row.values["data_source"], str):
+        raise ValueError(f"Expected `data_source` to be a name in {row.name}, got {row.values['data_source']!r}.")
+    if not isinstance(row.values.get("extra_info"), dict | None):
+        raise ValueError(f"Expected `extra_info` to be an object in {row.name}, got {row.values['extra_info']!r}.")
     prompt = clean_messages(row.values["prompt"], name=f"`prompt` in {row.name}")
     return Row(values={**row.values, "prompt": prompt}, name=row.name)
 

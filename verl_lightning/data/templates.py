@@ -86,10 +86,10 @@ def clean_messages(messages: Any, *, name: str) -> list[Message]:
         name: What error messages call it.
 
     Raises:
-        ValueError: If it is not a list of at least one object that has a ``role``.
+        ValueError: If it is not a list of at least one object that has a ``role``, and ``content`` or ``tool_calls``.
     """
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)
-    if not is_chat or not messages:
+    if not is_chat or not messages or not all("content" in m or m.get("tool_calls") for m in messages):
         raise ValueError(
             f"Expected a list of messages with `role` and `content` in {name}, got {str(messages)[:80]!r}."
         )
