@@ -31,8 +31,10 @@ def start_cluster(attempts: int = 3) -> Any:
     from ray.cluster_utils import Cluster
 
     size = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
-    # Ray's own processes get little of a busy machine: it starts them with the niceness 15.
-    head = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+    # Ray's own processes get little of a busy machine, since it starts them with the niceness 15; and when others have
+    # filled the machine's memory, Ray kills workers.
+    system = {"worker_niceness": 0, "memory_monitor_refresh_ms": 0}
+    head = {"include_dashboard": False, "_system_config": system}
     cluster = Cluster()
     try:
         cluster.add_node(**size, **head)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.tiny import ROOT
@@ -14,6 +15,8 @@ VERL_FIT = str(Path(sys.executable).with_name("verl-fit"))
 # With a schedule that does not depend on the length of the run.
 SCHEDULES = ["--model.actor.optim.schedule=constant", "--model.critic.model.optim.schedule=constant"]
 RUN = ["--config", "../ppo.yaml", "--strategy", "ddp", *SCHEDULES]
+# A run that is stopped when it has come so far: no test depends on how fast it is.
+ENDLESS = ["--trainer.max_steps=1000000", "--trainer.callbacks+=tests.ray.parts.StepMarker"]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -45,6 +48,21 @@ def finish(process: subprocess.Popen[str], folder: Path, *, code: int = 0) -> st
     return output
 
 
-def ray_words(address: str, *options: str, num_workers: int = 2) -> list[str]:
-    """`ray` with workers, at most one on each node, and the words of the run."""
-    return ["ray", "--num-workers", str(num_workers), "--cpus-per-worker", "3", "--address", address, *options, *RUN]
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until a run has finished so many steps."""
+    deadline = time.monotonic() + 400
+    while last_step(folder) < step:
+        assert process.poll() is None, (folder / "output.txt").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def last_step(folder: Path) -> int:
+    """As far as a `StepMarker` has seen a run come."""
+    return max((int(path.name.removeprefix("step ")) for path in folder.glob("step *")), default=0)
+
+
+def ray_words(address: str, *, num_workers: int = 2, cpus: int = 3) -> list[str]:
+    """`ray` with workers on nodes of five CPUs, and the words of the run."""
+    words = ["ray", "--num-workers", str(num_workers), "--cpus-per-worker", str(cpus), "--address", address]
+    return [*words, *RUN]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ray.launches import RUN, finish, ray_words, start
+from tests.ray.launches import ENDLESS, RUN, finish, last_step, ray_words, start, wait_for_step
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
 from tests.strategies.fsdp_ranks import on_ranks
@@ -32,8 +31,6 @@ ACTORS = {
     "model": {"init_args": {"reward": {"backend": "ray", "num_workers": 1}}},
     "rollout": {"class_path": "RayRollout", "init_args": ENGINES},
 }
-# Under Ray a run goes on until it is stopped, so that no test depends on how fast it is.
-ENDLESS = ["--trainer.max_steps=1000000", "--trainer.callbacks+=tests.ray.parts.StepMarker"]
 
 
 def fit(folder: Path) -> None:
@@ -70,20 +67,6 @@ def stopped(cluster_address, runs) -> tuple[Path, str]:
     wait_for_step(folder, 4, process)
     os.kill(process.pid, signal.SIGTERM)
     return folder, finish(process, folder, code=128 + signal.SIGTERM)
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until a run has finished so many steps."""
-    deadline = time.monotonic() + 400
-    while last_step(folder) < step:
-        assert process.poll() is None, (folder / "output.txt").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def last_step(folder: Path) -> int:
-    """As far as a `StepMarker` has seen a run come."""
-    return max((int(path.name.removeprefix("step ")) for path in folder.glob("step *")), default=0)
 
 
 def processes_in(folder: Path) -> list[int]:

@@ -85,7 +85,7 @@ def fit_once(task: Task, demand: Demand) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     # Ray itself would start workers again, without the checkpoint and without end, when a node goes or has no room.
-    never = FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)
+    never = FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)  # type: ignore[call-arg]
     trainer = TorchTrainer(
         train_on_worker,
         train_loop_config={"task": task},

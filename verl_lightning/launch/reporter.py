@@ -19,8 +19,15 @@ class StoppedOnRequest(Exception):
     """The run has saved and ends, as the driver asked."""
 
 
+class NodeLeavingError(Exception):
+    """The run has saved and ends, for one of its nodes is about to be taken away; others may go on with it."""
+
+
 class Reporter(Callback):
     """Tells the driver each phase, and the run's folder; saves and ends the run when the driver asks for it.
+
+    It does so too when Ray announces that a node of the run will be taken away, such as a spot instance, so that the
+    driver can start the run again elsewhere before the time is over.
 
     Args:
         board: The run's `Board`.
@@ -54,15 +61,24 @@ class Reporter(Callback):
 
         asked = ray.get(self.board.stop_reason.remote()) if trainer.is_global_zero else None
         reason = trainer.strategy.broadcast(asked)
-        if reason is None:
+        notice = ray.train.get_preemption_info()  # collective, as the line above
+        if reason is None and notice is None:
             return
-        paths = [last_path(callback) for callback in last_checkpoint_callbacks(trainer)]
-        for path in paths:
-            trainer.save_checkpoint(path)
+        saved = save_last(trainer)
+        if reason is None:
+            raise NodeLeavingError(f"Ray takes nodes away from ranks {notice.preempted_ranks}; {saved}.")
         if trainer.is_global_zero:
-            where = f"saved in `{paths[0]}`" if paths else "nothing saved, for no `ModelCheckpoint` has `save_last`"
-            ray.get(self.board.keep_saved.remote(f"stopped after step {trainer.global_step}, {where}"))
+            ray.get(self.board.keep_saved.remote(saved))
         raise StoppedOnRequest(reason)
+
+
+def save_last(trainer: Trainer) -> str:
+    """Writes all `last` checkpoints, and says where. Collective."""
+    paths = [last_path(callback) for callback in last_checkpoint_callbacks(trainer)]
+    for path in paths:
+        trainer.save_checkpoint(path)
+    where = f"saved in `{paths[0]}`" if paths else "nothing saved, for no `ModelCheckpoint` has `save_last`"
+    return f"stopped after step {trainer.global_step}, {where}"
 
 
 def last_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:

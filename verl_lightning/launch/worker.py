@@ -13,11 +13,14 @@ from typing_extensions import override
 
 from verl_lightning.cli import is_meant_for_user
 from verl_lightning.launch.board import Place
-from verl_lightning.launch.reporter import Reporter, StoppedOnRequest, newest_checkpoint
+from verl_lightning.launch.reporter import NodeLeavingError, Reporter, StoppedOnRequest, newest_checkpoint
 from verl_lightning.launch.task import Task
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.ray.actors import ActorsLostError
+from verl_lightning.rollout.process import EngineDiedError
+
+_MISHAPS = (ActorsLostError, EngineDiedError, NodeLeavingError)
 
 
 class WorkerCLI(CLI):
@@ -74,7 +77,9 @@ def train(task: Task) -> None:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether a restart would meet the same error again, so that the user must change something."""
-    return isinstance(error, SystemExit) or (is_meant_for_user(error) and not isinstance(error, ActorsLostError))
+    if isinstance(error, _MISHAPS) or isinstance(error.__cause__, _MISHAPS):
+        return False
+    return isinstance(error, SystemExit) or is_meant_for_user(error)
 
 
 def describe_world(address: str) -> tuple[int, int]:

@@ -1,0 +1,52 @@
+"""A run leaves a node that Ray announces to take away, and goes on elsewhere from what it saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ray.conftest import start_cluster
+from tests.ray.launches import ENDLESS, finish, last_step, ray_words, start, wait_for_step
+from tests.resume.attempt import write_settings
+from tests.resume.experiment import read_metrics
+
+
+def drain(cluster: Any) -> None:
+    """Tells the cluster that its second node will be taken away in five minutes."""
+    [node] = cluster.worker_nodes
+    words = ["--address", cluster.address, "--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    words += ["--reason-message", "spot", "--deadline-remaining-seconds", "300"]
+    subprocess.run([Path(sys.executable).with_name("ray"), "drain-node", *words], check=True, timeout=60)
+
+
+@pytest.mark.backend
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
+def test_a_run_leaves_a_node_that_is_taken_away(tmp_path, tiny_folder, prompt_file):
+    write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
+    cluster, folder = start_cluster(), tmp_path / "run"
+    rare = "--trainer.callbacks.every_n_train_steps=1000000"  # only what is saved at the notice can be gone on from
+    process = start(folder, *ray_words(cluster.address, cpus=2), rare, *ENDLESS)
+    wait_for_step(folder, 2, process)
+
+    drain(cluster)
+    while "starting all workers again" not in (folder / "output.txt").read_text():
+        wait_for_step(folder, last_step(folder), process)
+        time.sleep(0.1)
+    wait_for_step(folder, last_step(folder) + 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    output = finish(process, folder, code=128 + signal.SIGTERM)
+    cluster.shutdown()
+
+    assert "NodeLeavingError" in output
+    assert "restart 1 of 3" in output
+    assert "Restoring states from the checkpoint" in output
+    steps = [int(row["step"]) for row in read_metrics(folder / "runs/version_0") if "actor/lr" in row]
+    assert steps == list(range(len(steps)))

@@ -1,0 +1,83 @@
+"""What `verl-fit ray` makes of the ways in which a group of workers can end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from verl_lightning.launch.board import Place, make_board
+from verl_lightning.launch.driver import describe_failure, fit_once
+from verl_lightning.launch.reporter import NodeLeavingError
+from verl_lightning.launch.task import Task
+from verl_lightning.launch.worker import is_mistake
+from verl_lightning.ray.actors import ActorsLostError
+from verl_lightning.ray.cluster import Demand
+from verl_lightning.rollout.process import EngineDiedError
+
+starts_ray = pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
+
+
+@pytest.fixture
+def board(joined_cluster):
+    """Of a run with two workers, which have got different ways."""
+    import ray
+
+    board = make_board()
+    for rank in range(2):
+        board.begin.remote(Place(rank=rank, node=f"10.0.0.{rank}", pid=100 + rank))
+    board.enter.remote(1, 7, "update_actor")
+    yield board
+    ray.kill(board)
+
+
+@pytest.fixture
+def own_signals():
+    """Ray Train's handler of Ctrl-C goes with the test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@starts_ray
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+def test_workers_without_room_are_given_up(board, monkeypatch, tmp_path):
+    from ray.train import ControllerError
+
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "0.5")
+    task = Task(words=[], folder=str(tmp_path), sys_path=[], board=board)
+
+    with pytest.raises(ControllerError) as given_up:
+        fit_once(task, Demand(option="--num-workers", count=3, cpus=5.0))
+
+    assert "timed out after 0.5 seconds waiting for 3 workers" in describe_failure(given_up.value, board)
+
+
+@pytest.mark.slow
+@starts_ray
+def test_failures_name_worker_node_and_phase(board):
+    from ray.train import PreemptionError, PreemptionInfo, WorkerGroupError
+
+    died = WorkerGroupError("two", {1: RuntimeError("a\nlost"), 0: KeyError()})
+    leaves = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]}))
+    first, second = "rank 0 on node 10.0.0.0 (process 100), setting up: ", "rank 1 on node 10.0.0.1 (process 101), "
+
+    lines = describe_failure(died, board).splitlines()
+
+    assert lines == ["workers failed:", f"  {first}KeyError", f"  {second}in phase `update_actor` of step 7: lost"]
+    assert second in describe_failure(leaves, board)
+    assert first not in describe_failure(leaves, board)
+
+
+@pytest.mark.parametrize("kind", [ActorsLostError, EngineDiedError, NodeLeavingError])
+def test_a_run_is_not_given_up_for_what_nobody_can_help(kind):
+    error = MisconfigurationException("what a user is told")
+    assert is_mistake(error)
+
+    error.__cause__ = kind("gone")
+
+    assert not is_mistake(error)
