@@ -30,4 +30,8 @@ def reseed(*parts: int | str) -> None:
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the only stream that old-style numpy code draws from
-    torch.manual_seed(seed)
+    # Not `torch.manual_seed`: it formats a traceback for each kind of device that is not there, a millisecond a call.
+    torch.default_generator.manual_seed(seed)
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        streams = torch.get_device_module(device)
+        (streams.manual_seed if device.type == "mps" else streams.manual_seed_all)(seed)
