@@ -167,9 +167,10 @@ class RolloutCallback(Callback):
     def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
         """What the engine is asked."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
-        step = trainer.global_step if purpose in ("train", "ahead") else 0
+        # Batches, not steps: dynamic sampling may ask a prompt again within a step.
+        turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
         seeds = [
-            [derive_seed(run_seed(), purpose, step, row, sample) for sample in range(sampling.num_samples)]
+            [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
             for row in batch["row_index"].tolist()
         ]
         return Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)

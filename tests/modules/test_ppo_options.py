@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from tests.tiny import write_prompt_file
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.advantages import GPG, OptimalTokenBaseline
 from verl_lightning.modules.corrections import IcePop, Rejection, TruncatedImportanceSampling
@@ -20,11 +22,11 @@ from verl_lightning.modules.scored_rollout import ScoredRollout, join_scored_rol
 from verl_lightning.types import Rollout
 
 
-def run(tiny_folder, prompt_file, tmp_path, *, steps=2, rollout=None, **changes):
+def run(tiny_folder, prompt_file, tmp_path, *callbacks, steps=2, rollout=None, **changes):
     """Metrics and module of a short run."""
     recorder = Recorder()
     module = make_ppo(tiny_folder, **changes)
-    trainer = make_trainer(tmp_path, rollout or make_rollout(), recorder, max_steps=steps)
+    trainer = make_trainer(tmp_path, rollout or make_rollout(), recorder, *callbacks, max_steps=steps)
     trainer.fit(module, datamodule=make_prompts(prompt_file))
     return recorder, module
 
@@ -141,6 +143,27 @@ def test_dynamic_sampling_gives_up_on_a_hopeless_task(tiny_folder, prompt_file, 
             reward=make_reward("always_one"),
             dynamic_sampling=DynamicSamplingConfig(max_batches=2),
         )
+
+
+def test_a_prompt_that_comes_again_in_an_iteration_is_answered_anew(tiny_folder, tmp_path):
+    """Two of four prompts have signal, so each iteration goes through the file twice."""
+    file = write_prompt_file(tmp_path / "four.jsonl", num_rows=4)
+    sampling = DynamicSamplingConfig(max_batches=2)
+    seen = SeenResponses()
+    run(tiny_folder, file, tmp_path, seen, reward=make_reward("same_on_even_rows"), dynamic_sampling=sampling)
+
+    assert [len(responses) for responses in seen.responses] == [16, 16]
+    assert all(len(set(responses)) > 8 for responses in seen.responses)
+
+
+class SeenResponses(Callback):
+    """What each iteration learnt from."""
+
+    def __init__(self):
+        self.responses = []
+
+    def on_experience(self, module, scored, experience, rows):
+        self.responses.append(list(map(tuple, experience.input_ids.tolist())))
 
 
 def test_groups_without_signal_are_dropped():
