@@ -18,6 +18,8 @@ from lightning.pytorch import seed_everything
 from tests.callbacks.saved_runs import save_run
 from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench, write_inputs
+from tests.strategies.fsdp_ranks import on_ranks
+from tests.strategies.megatron.switched import run_fsdp
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 
@@ -68,11 +70,18 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def pipeline_parallel(folder: Path, tensor_parallel: Any) -> dict[str, Any]:
-    """The tensor-parallel run's checkpoint on two stages."""
+def fsdp_commands(folder: Path) -> dict[str, Any]:
+    """Runs of `verl-fit --strategy fsdp` by task."""
+    results: dict[str, Any] = on_ranks(2, run_fsdp, folder, timeout=300.0)[0]
+    return results
+
+
+@pytest.fixture(scope="session")
+def pipeline_parallel(folder: Path, tensor_parallel: Any, fsdp_commands: Any) -> dict[str, Any]:
+    """The tensor-parallel run's checkpoint on two stages, and more that starts from what others have left."""
     options = json.dumps({"pipeline_parallel_size": 2})
     checks = ("reshard", "resume_stages", "resume_buckets", "resume_shifted", "validate", "adapters_resharded")
-    checks += ("learn", "replicas_features")
+    checks += ("learn", "replicas_features", "switched")
     results: dict[str, Any] = run("run_checks.py", folder, "--options", options, *checks)
     return results
 

@@ -105,6 +105,34 @@ def merged_state(folder: Path, state: dict[str, Tensor], kind: str) -> dict[str,
     return weights
 
 
+MEASURED = {
+    "sft": ("train/loss", "train/grad_norm", "train/lr"),
+    "grpo": ("critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr"),
+}
+
+
+@pytest.mark.parametrize("task", MEASURED)
+def test_a_command_goes_on_when_its_strategy_alone_changes(fsdp_commands, pipeline_parallel, task):
+    """`verl-fit ... --strategy fsdp`, then `--strategy megatron --ckpt_path`: its next step is that of `fsdp`.
+
+    The one after it is near: AdamW has started anew, and says so.
+    """
+    third, fourth = fsdp_commands[task]["steps"][2:]
+    run = pipeline_parallel["switched"][task]["resumed"]
+    first, second = run["steps"]
+
+    assert [first[n] for n in MEASURED[task]] == pytest.approx([third[n] for n in MEASURED[task]], rel=1e-4, abs=1e-6)
+    assert second[MEASURED[task][0]] == pytest.approx(fourth[MEASURED[task][0]], rel=0.05)
+    assert second[MEASURED[task][-1]] == fourth[MEASURED[task][-1]]
+    assert any("AdamW starts anew" in message for message in run["told"])
+
+
+@pytest.mark.parametrize("task", MEASURED)
+def test_a_command_starts_from_the_folder_that_another_strategy_left(fsdp_commands, pipeline_parallel, task):
+    start = pipeline_parallel["switched"][task]["started"]["start"]
+    assert_close(start, fsdp_commands[task]["end"], rtol=0, atol=0)
+
+
 def test_adapters_go_on_with_other_tensor_parallel_ranks(tensor_parallel, pipeline_parallel):
     """From two ranks that share layers to two stages."""
     expected = tensor_parallel["saved_runs"]["lora"]["end"]
