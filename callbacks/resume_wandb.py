@@ -71,21 +71,6 @@ def last_checkpoint(trainer: Trainer) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def newest_wandb_checkpoint(trainer: Trainer) -> Path | None:
-    """The newest ``last`` checkpoint of any run in the W&B logger's project folder; None if there is none.
-
-    There Lightning puts the checkpoints of a `ModelCheckpoint` without ``dirpath``, each run's under its random id, so
-    that a new process can't find them by itself. None, too, where each has a ``dirpath`` or another logger comes first.
-    """
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    logger = trainer.logger
-    if not isinstance(logger, WandbLogger) or all(callback.dirpath is not None for callback in callbacks):
-        return None
-    project = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
-    found = project.glob("*/checkpoints/last*")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
 def saved_callback_state(path: Path, key: str) -> dict[str, Any]:
     """A callback's state in a checkpoint file or folder, read without loading the weights; empty if it has none."""
     file = path / "meta.pt" if path.is_dir() else path

@@ -29,12 +29,11 @@ from typing_extensions import override
 import verl_lightning.data
 import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
-from verl_lightning.callbacks.resume_wandb import newest_wandb_checkpoint
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.deprecation import renamed_flags
-from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger
+from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger, newest_checkpoint
 from verl_lightning.strategies import STRATEGIES, register_strategies
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded
 from verl_lightning.strategies.megatron.portable import is_megatron_folder
@@ -182,8 +181,9 @@ class CLI(LightningCLI):
         callbacks = trainer.get("callbacks") or []
         own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
         others = callbacks if isinstance(callbacks, list) else [callbacks]
-        if self._get(self.config, "ckpt_path") == "last" and isinstance(trainer.logger, ResumableCSVLogger):
-            self._find_last_run(trainer.logger)
+        logger = trainer.logger[0] if isinstance(trainer.logger, list) and trainer.logger else trainer.logger
+        if self._get(self.config, "ckpt_path") == "last" and isinstance(logger, ResumableCSVLogger):
+            self._find_last_run(logger)
         check_gpu(trainer.accelerator)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
@@ -191,7 +191,7 @@ class CLI(LightningCLI):
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
         made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         self._tell_of_unused_groups(made)
-        if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_wandb_checkpoint(made)):
+        if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_checkpoint(made)):
             self.config_init[self.subcommand].ckpt_path = str(found)
         return made
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
@@ -92,6 +94,23 @@ class ResumableCSVLogger(CSVLogger):
             writer.metrics_keys = write_rows(Path(writer.metrics_file_path), kept)
             self._old_rows = []
         super().log_metrics(dict(metrics), step)
+
+
+def newest_checkpoint(trainer: Trainer) -> Path | None:
+    """The newest ``last`` checkpoint of any run of the first logger's; None if there is none.
+
+    Beside a logger's files Lightning puts the checkpoints of a `ModelCheckpoint` without ``dirpath``. Each run has a
+    new folder there, in which ``ckpt_path: last`` would find nothing and start anew. None, too, where each has a
+    ``dirpath``, and for a `ResumableCSVLogger`, which goes on in its folder.
+    """
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    logger = trainer.logger
+    is_elsewhere = all(callback.dirpath is not None for callback in callbacks)
+    if logger is None or isinstance(logger, ResumableCSVLogger) or is_elsewhere:
+        return None
+    folder = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
+    found = folder.glob("*/checkpoints/last*")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def rows_before(rows: Sequence[Mapping[str, str]], metrics: Mapping[str, object], step: int) -> list[Mapping[str, str]]:

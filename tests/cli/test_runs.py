@@ -78,6 +78,24 @@ def test_last_goes_on_in_the_newest_runs_folder(run, folder):
     assert not (folder / "runs/version_1").exists()
 
 
+@pytest.mark.parametrize(
+    "loggers",
+    [
+        ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
+        ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=boards"],
+        ["--trainer.logger+=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
+    ],
+)
+def test_last_goes_on_whatever_the_loggers(run, loggers):
+    """Those of Lightning begin a new folder, in which it would find nothing and start anew."""
+    run(*CHECKPOINTS, *loggers)
+
+    cli = run(*CHECKPOINTS, *loggers, "--ckpt_path", "last", "--trainer.max_steps", "4")
+
+    assert cli.trainer.global_step == 4
+    assert str(cli.trainer.ckpt_path).endswith("last.ckpt")
+
+
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 def test_last_starts_anew_if_the_newest_run_saved_nothing(run, folder):
     run(*CHECKPOINTS)
