@@ -30,10 +30,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = final.with_name(f".{final.name}.tmp")
-        with draft.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            write_durably(checkpoint, draft)
+        except (OSError, RuntimeError) as error:
+            draft.unlink(missing_ok=True)
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch buries it
+            raise OSError(
+                f"the checkpoint `{final}` could not be written ({reason}). The one before is whole."
+            ) from error
         if final.is_dir() and not final.is_symlink():  # of another strategy, with which the run began
             replace(draft, final)
             discard(draft)
@@ -54,6 +58,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return read_whole(Path(path), weights_only=weights_only)
         check_whole(path)
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+def write_durably(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_whole(path: str | Path) -> None:

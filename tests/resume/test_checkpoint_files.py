@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ def test_a_failing_rename_leaves_the_previous_file(tmp_path, monkeypatch):
     AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="no more"):
+        with pytest.raises(OSError, match=r"`.*last.ckpt` could not be written \(no more space\)"):
             AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert torch.load(path) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]  # a full disk is not kept full
 
     AtomicCheckpointIO().save_checkpoint({"step": 3}, path)
 
@@ -66,6 +68,18 @@ def test_a_file_takes_the_place_of_a_folder(tmp_path):
 
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """torch buries the file system's error under one of its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not be written \(.*File too large\). The one before is whole"):
+            AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(10_000)}, tmp_path / "last.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def fail(descriptor):
