@@ -18,7 +18,7 @@ from verl_lightning.callbacks.shared_rollout import own_part, part_of
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.joining import join_rollouts, select_prompts
+from verl_lightning.rollout.joining import dealt_prompts, join_rollouts, select_prompts
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.types import Rollout
 
@@ -231,9 +231,8 @@ def deal_out(saved: Sequence[dict[str, Any]], *, rank: int, ranks: int, pad_toke
     if len(parts) == ranks:
         return parts[rank]
     joined = join_rollouts(parts, pad_token_id=pad_token_id)
-    share = len(saved[0]["row_index"])
-    wanted = torch.arange(rank, share * len(parts), ranks)
-    return select_prompts(joined, wanted % len(parts) * share + wanted // len(parts))
+    own = dealt_prompts([len(each["row_index"]) for each in saved], rank=rank, ranks=ranks)
+    return select_prompts(joined, torch.tensor(own))
 
 
 def check_overlap(module: LightningModule) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -52,6 +54,28 @@ def test_waiting_groups_are_dealt_out_to_the_ranks_there_are(ranks, responses):
     assert [part.verdict.responses for (part,) in dealt] == responses
 
 
+def test_waiting_groups_keep_the_batchs_order():
+    """Rank 0 had prompts 0 and 2 of the batch, rank 1 prompts 1 and 3: all of them are again in order on one rank."""
+    saved = [[make_scored([1.0, 0.0, 0.0, 1.0]).state_dict()], [make_renamed("p1", "p1", "p3", "p3").state_dict()]]
+
+    (whole,) = deal_out(saved, rank=0, ranks=1, pad_token_id=0)
+
+    assert whole.verdict.responses == ["0", "1", "p1", "p1", "2", "3", "p3", "p3"]
+
+
+def test_failures_are_counted_once_after_the_ranks_have_changed():
+    saved = [[with_failures(make_scored([1.0, 0.0])).state_dict()], [with_failures(make_scored([])).state_dict()]]
+
+    dealt = [deal_out(saved, rank=rank, ranks=3, pad_token_id=0)[0] for rank in range(3)]
+
+    assert [part.verdict.num_errors for part in dealt] == [6, 0, 0]
+    assert [part.num_groups for part in dealt] == [1, 0, 0]
+
+
+def with_failures(scored) -> ScoredRollout:
+    return dataclasses.replace(scored, verdict=dataclasses.replace(scored.verdict, num_errors=3))
+
+
 def test_more_ranks_than_before_share_the_groups():
     saved = [[make_scored([1.0, 0.0, 0.0, 1.0]).state_dict()]]
 
@@ -61,7 +85,7 @@ def test_more_ranks_than_before_share_the_groups():
 
 
 def make_renamed(*responses) -> ScoredRollout:
-    """A group with these responses."""
-    scored = make_scored([0.0, 1.0])
+    """Groups of two with these responses."""
+    scored = make_scored([0.0, 1.0] * (len(responses) // 2))
     scored.verdict.responses[:] = responses
     return scored

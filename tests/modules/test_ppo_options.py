@@ -35,7 +35,7 @@ def make_scored(rewards, *, num_samples=2, width=3, prompts=2):
     """A rollout of made-up tokens with given rewards."""
     count = len(rewards)
     rollout = Rollout(
-        input_ids=torch.arange(count * (prompts + width)).view(count, -1),
+        input_ids=torch.arange(count * (prompts + width)).view(count, prompts + width),
         attention_mask=torch.ones(count, prompts + width, dtype=torch.bool),
         response_mask=torch.ones(count, width, dtype=torch.bool),
         rollout_log_probs=torch.zeros(count, width),
@@ -156,6 +156,14 @@ def test_a_prompt_that_comes_again_in_an_iteration_is_answered_anew(tiny_folder,
     assert all(len(set(responses)) > 8 for responses in seen.responses)
 
 
+def test_failures_of_all_batches_of_an_iteration_are_counted(tiny_folder, prompt_file, tmp_path):
+    """An iteration takes two batches of 16 responses, half of which fail."""
+    reward, sampling = make_reward("fails_on_even_rows", max_error_share=1.0), DynamicSamplingConfig(max_batches=2)
+    recorder, _ = run(tiny_folder, prompt_file, tmp_path, reward=reward, dynamic_sampling=sampling)
+
+    assert recorder.steps[-1]["reward/errors"] == 16
+
+
 class SeenResponses(Callback):
     """What each iteration learnt from."""
 
@@ -181,7 +189,7 @@ def test_joined_rollouts_keep_groups_apart_and_can_be_cut():
     assert joined.rollout.input_ids.shape == (6, 7)
     assert joined.rollout.input_ids[0].tolist() == [0, 1, 2, 3, 4, -1, -1]
     assert joined.rollout.input_ids[4].tolist() == [-1, 0, 1, 2, 3, 4, 5]
-    assert joined.first_groups(2).verdict.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert joined.groups([2, 0]).rollout.prompt_index.tolist() == [2, 2, 0, 0]
 
 
 def test_long_responses_cost_reward():

@@ -50,12 +50,12 @@ class Verdict:
             components={name: values.to(device) for name, values in self.components.items()},
         )
 
-    def metrics(self) -> dict[str, Metric]:
-        """Scores and failures under the names that verl's users know."""
+    def scores(self) -> dict[str, Metric]:
+        """Rewards under the names that verl's users know."""
         metrics = spread("critic/score", self.rewards, self.is_valid)
         for name, values in self.components.items():
             metrics |= spread(f"reward/{name}", values, self.is_valid & values.isfinite())
-        return metrics | self.failures()
+        return metrics
 
     def failures(self) -> dict[str, Metric]:
         """How many responses got no reward."""

@@ -238,11 +238,12 @@ class PPOModule(SamplingModule):
         with self.phase("reward"):
             verdict = self.judged(rollout, batch["rows"])
             greedy = self._greedy_verdict(batch)
-        table.add(verdict.metrics())
+        table.add(verdict.scores())
         table.add({} if greedy is None else greedy.failures())
         scored = self._with_signal(ScoredRollout(rollout=rollout, verdict=verdict))
         if scored is None:
             return {"loss": torch.tensor(0.0)}
+        table.add(scored.verdict.failures())  # of all batches that were gathered
         scored = self._shaped(scored)
         lengths = scored.rollout.attention_mask.sum(-1).double()
         table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
@@ -278,7 +279,8 @@ class PPOModule(SamplingModule):
     def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
         if not self.needs_greedy_rollout:
             return None
-        return self.judged(self.rollout_of(batch, "greedy_rollout"), batch["rows"])
+        rollout = self.rollout_of(batch, "greedy_rollout")
+        return self._shaped(ScoredRollout(rollout=rollout, verdict=self.judged(rollout, batch["rows"]))).verdict
 
     def _with_signal(self, scored: ScoredRollout) -> ScoredRollout | None:
         """The rollout of the iteration; None while groups with signal are still being gathered."""
@@ -287,14 +289,14 @@ class PPOModule(SamplingModule):
         assert self.plan is not None
         needed = self.plan.prompts_per_step // self.plan.data_parallel_size
         self._gathered.append(scored.groups_with_signal())
-        found = sum(part.num_groups for part in self._gathered)
-        if min(self.contract.gather_over_data_parallel(found)) >= needed:
+        found = min(self.contract.gather_over_data_parallel(sum(part.num_groups for part in self._gathered)))
+        if found >= needed:
             joined = join_scored_rollouts(self._gathered, pad_token_id=self.tokenizer.pad_token_id)
             self._gathered = []
-            return joined.first_groups(needed)
+            return joined.groups(range(needed))
         if len(self._gathered) >= self.dynamic_sampling.max_batches:
             raise RuntimeError(
-                f"`dynamic_sampling` found {found} of {needed} prompts with both good and bad responses in"
+                f"`dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad responses in"
                 f" {len(self._gathered)} batches (`dynamic_sampling.max_batches`): the task is too easy or too hard."
                 " Choose other prompts, sample more responses to each, or allow more batches."
             )
@@ -353,13 +355,9 @@ class PPOModule(SamplingModule):
             kl=self.kl if self.kl is not None and self.kl.place == "loss" else None,
             kl_coef=self.kl_coef,
             max_response_length=self.rollout_source.sampling.max_new_tokens,
-            warms_up_critic=self._warms_up_critic,
+            warms_up_critic=self.trainer.global_step < (self.critic_config.warmup_steps if self.critic_config else 0),
             phase=self.phase,
         )
-
-    @property
-    def _warms_up_critic(self) -> bool:
-        return self.critic_config is not None and self.trainer.global_step < self.critic_config.warmup_steps
 
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
         """Log what happened, then steer the KL weight and the learning rates."""

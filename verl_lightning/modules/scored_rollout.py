@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics
 from verl_lightning.modules.judge import Verdict
-from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.joining import dealt_prompts, join_rollouts
 from verl_lightning.types import Rollout
 
 
@@ -39,20 +39,18 @@ class ScoredRollout:
         members = self.rollout.prompt_index[group.has_signal]
         return self._select(torch.isin(self.rollout.prompt_index, members).nonzero().squeeze(-1))
 
-    def first_groups(self, count: int) -> ScoredRollout:
-        """The first ``count`` groups."""
-        order = torch.unique_consecutive(self.rollout.prompt_index, return_inverse=True)[1]
-        return self._select((order < count).nonzero().squeeze(-1))
+    def groups(self, chosen: Sequence[int]) -> ScoredRollout:
+        """The groups at these positions, in this order."""
+        order = torch.unique_consecutive(self.rollout.prompt_index, return_inverse=True)[1].tolist()
+        rows: dict[int, list[int]] = {group: [] for group in order}
+        for row, group in enumerate(order):
+            rows[group].append(row)
+        return self._select(torch.tensor([row for group in chosen for row in rows[group]], dtype=torch.long))
 
     def with_penalty(self, penalty: Float[Tensor, " batch"]) -> ScoredRollout:
         """The same responses with ``penalty`` added to their rewards."""
         rewards = torch.where(self.verdict.is_valid, self.verdict.rewards + penalty, self.verdict.rewards)
         return dataclasses.replace(self, verdict=dataclasses.replace(self.verdict, rewards=rewards))
-
-    def every_nth_group(self, first: int, step: int) -> ScoredRollout:
-        """The groups at positions ``first``, ``first + step``, and so on."""
-        order = torch.unique_consecutive(self.rollout.prompt_index, return_inverse=True)[1]
-        return self._select((order % step == first).nonzero().squeeze(-1))
 
     def to(self, device: torch.device) -> ScoredRollout:
         """The same on another device."""
@@ -109,13 +107,22 @@ def deal_out(
     Args:
         saved: For each rank of the run that saved, its batches' `ScoredRollout.state_dict`.
         rank: Whose share.
-        ranks: How many there are now. As many as then: each gets its own back; else groups are dealt out in turn.
+        ranks: How many there are now. As many as then: each gets its own back; else see `dealt_prompts`.
         pad_token_id: Fills ``input_ids``.
     """
     if len(saved) == ranks:
         return [ScoredRollout.from_state_dict(state) for state in saved[rank]]
     batches = [[ScoredRollout.from_state_dict(state) for state in batch] for batch in zip(*saved, strict=True)]
-    return [join_scored_rollouts(batch, pad_token_id=pad_token_id).every_nth_group(rank, ranks) for batch in batches]
+    return [_share(batch, rank=rank, ranks=ranks, pad_token_id=pad_token_id) for batch in batches]
+
+
+def _share(parts: Sequence[ScoredRollout], *, rank: int, ranks: int, pad_token_id: int) -> ScoredRollout:
+    """One rank's share of a batch; the failures of all are counted on the first."""
+    own = dealt_prompts([part.num_groups for part in parts], rank=rank, ranks=ranks)
+    share = join_scored_rollouts(parts, pad_token_id=pad_token_id).groups(own)
+    if rank == 0:
+        return share
+    return dataclasses.replace(share, verdict=dataclasses.replace(share.verdict, num_errors=0, num_timeouts=0))
 
 
 def _fields(instance: Rollout | Verdict) -> dict[str, Any]:

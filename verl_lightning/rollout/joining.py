@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,6 +45,22 @@ def select_prompts(rollout: Rollout, prompts: Int[Tensor, " chosen"]) -> Rollout
     rows = prompts[:, None] * num_samples + torch.arange(num_samples)
     chosen = rollout.select(rows.flatten())
     return dataclasses.replace(chosen, prompt_index=torch.arange(len(prompts)).repeat_interleave(num_samples))
+
+
+def dealt_prompts(counts: Sequence[int], *, rank: int, ranks: int) -> list[int]:
+    """Which prompts of a joined rollout are one rank's, where other ranks had sampled its parts.
+
+    Rank ``r`` of ``n`` has every ``n``-th prompt of a batch, so the batch's order is the first prompt of each part, the
+    second of each, and so on; dealt out in that order, a mini-batch has the same prompts on any number of ranks.
+
+    Args:
+        counts: Prompts of each part.
+        rank: Whose share.
+        ranks: How many there are now.
+    """
+    starts = accumulate(counts, initial=0)
+    turns = [(turn, start + turn) for start, count in zip(starts, counts, strict=False) for turn in range(count)]
+    return [prompt for _, prompt in sorted(turns)][rank::ranks]
 
 
 def _pad(rollout: Rollout, prompts: int, responses: int, pad_token_id: int) -> dict[str, Tensor]:
