@@ -14,8 +14,10 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from transformers import AutoTokenizer
 
 from tests.runs import make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from tests.tiny import write_tiny_folder
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.advantages import GAE, GDPO
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, ShapingConfig, UpdateConfig, ValidationConfig
@@ -73,6 +75,17 @@ def test_parts_that_do_not_fit(tmp_path, tiny_folder, prompt_file, sampling, par
     trainer = make_trainer(tmp_path, make_rollout(sampling=SamplingConfig(**options)))
     with pytest.raises(ValueError, match=message):
         trainer.fit(make_ppo(tiny_folder, **parts), datamodule=make_prompts(prompt_file))
+
+
+def test_a_model_whose_responses_cannot_end(tmp_path, prompt_file):
+    folder = write_tiny_folder(tmp_path / "endless")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+
+    with pytest.raises(ValueError, match=r"endless` names no token that ends a response. Set `eos_token`"):
+        make_trainer(tmp_path, make_rollout()).fit(make_ppo(folder), datamodule=make_prompts(prompt_file))
 
 
 def test_ppo_without_a_rollout_callback(tmp_path, tiny_folder, prompt_file):

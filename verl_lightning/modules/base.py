@@ -120,12 +120,22 @@ class PostTrainingModule(LightningModule):
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end a response: the tokenizer's and those of the model's generation config."""
+        """Tokens that end a response: the tokenizer's and those of the model's generation config.
+
+        Raises:
+            ValueError: If there are none.
+        """
         try:
             ids = GenerationConfig.from_pretrained(self.policy_config.path).eos_token_id
         except OSError:  # the folder has none
             ids = None
-        return sorted({self.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})
+        found = {self.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+        if not found:
+            raise ValueError(
+                f"`{self.policy_config.path}` names no token that ends a response. Set `eos_token` in its"
+                " `tokenizer_config.json`, or `eos_token_id` in its `generation_config.json`."
+            )
+        return sorted(found)
 
     @cached_property
     def base_fingerprints(self) -> dict[str, str]:
