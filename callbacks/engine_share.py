@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.size import model_size
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.memory_plan import MemoryPlan, gib, memory_plan
+from verl_lightning.modules.memory_plan import MemoryPlan, amount, memory_plan
 
 MOST = 0.9
 """Of a GPU that an engine has for itself, and the most that it is ever lent; the rest is for its activations' peaks."""
@@ -42,8 +42,8 @@ def share_of(plan: MemoryPlan, *, sleeps: bool, weights: int) -> float:
     share = min(MOST, plan.engine_share(sleeps=sleeps))
     if share * plan.device_bytes <= weights:
         raise MisconfigurationException(
-            f"the memory plan leaves {gib(int(share * plan.device_bytes))} of {gib(plan.device_bytes)} GiB for the"
-            f" rollout engine, whose weights alone take {gib(weights)} GiB. Raise `rollout.tensor_parallel_size`, run"
+            f"the memory plan leaves {amount(int(share * plan.device_bytes))} of {amount(plan.device_bytes)} for the"
+            f" rollout engine, whose weights alone take {amount(weights)}. Raise `rollout.tensor_parallel_size`, run"
             " engines `beside` the trainer, shard the models over more devices (`trainer.strategy: fsdp`), or set"
             " `rollout.gpu_memory_utilization` if the plan is wrong."
         )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.shared_rollout import join_parts, own_part
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.memory_plan import EngineMemory
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
@@ -200,6 +201,8 @@ class HFRollout(RolloutCallback):
         ValueError: If an option of the sampling needs vLLM.
     """
 
+    memory_key = "rollout.batch_size"
+
     def __init__(
         self,
         sampling: SamplingConfig = SamplingConfig(),
@@ -215,6 +218,23 @@ class HFRollout(RolloutCallback):
                     " with `VLLMRollout`."
                 )
         self.batch_size = batch_size
+        self._most = 0, 0  # sequences of an iteration on this rank, and tokens of each, where they are known
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        module = cast(SamplingModule, pl_module)
+        prompts = getattr(getattr(trainer, "datamodule", None), "prompts_per_step", 0)
+        sequences = -(-prompts // module.contract.data_parallel_size) * self.sampling.num_samples
+        self._most = sequences, module.max_tokens or 0
+
+    def engine_memory(self, device_bytes: int) -> EngineMemory:
+        """What the engine takes of a training device: a copy of the whole policy always, its cache while it samples."""
+        del device_bytes
+        if not isinstance(self._engine, HFEngine):
+            return EngineMemory()
+        weights = self._engine.weight_bytes
+        return EngineMemory(sampling=weights + self._engine.cache_bytes(*self._most), learning=weights)
 
     @override
     def make_engine(self, module: PostTrainingModule) -> HFEngine:

@@ -69,6 +69,8 @@ class VLLMRollout(OneStepOffRollout):
         MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device.
     """
 
+    memory_key = "rollout.gpu_memory_utilization"
+
     def __init__(
         self,
         sampling: SamplingConfig = SamplingConfig(),

@@ -28,7 +28,7 @@ def test_an_engine_gets_what_the_trainer_leaves(activations, sleeps, share):
 
 
 def test_an_engine_whose_weights_do_not_fit_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"leaves 10.40 of 80.00 GiB .* weights alone take 14.00 GiB"):
+    with pytest.raises(MisconfigurationException, match=r"leaves 10.40 GiB of 80.00 .* weights alone take 14.00 GiB"):
         share_of(make_plan(40), sleeps=False, weights=14 * GIB)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -17,7 +18,7 @@ from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.scorer import TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize, model_size
 from verl_lightning.modules.advantages import GAE
-from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, memory_plan
+from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, amount, memory_plan
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.memory import megatron_memory
@@ -180,3 +181,36 @@ def test_adapters_need_little_beside_the_weights(tiny_folder: Path) -> None:
     size = model_size(build_scorer(config, "policy", trainable=True))
     trained = sum(p.numel() for p in build_scorer(config, "policy", trainable=True).parameters() if p.requires_grad)
     assert size.trainable == trained < size.weights / 10
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (None, "?"),
+        (0, "0"),
+        (3 * 2**18, "0.75 MiB"),
+        (102 * 2**20, "102.00 MiB"),
+        (GIB // 8, "0.12 GiB"),
+        (GIB, "1.00 GiB"),
+    ],
+)
+def test_amounts_are_told_in_a_unit_that_shows_them(number: int | None, words: str) -> None:
+    assert amount(number) == words
+
+
+class Plans(Callback):
+    """Asks for the plan as training begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.plan = memory_plan(pl_module)
+
+
+def test_the_embedded_engine_holds_a_copy_of_the_policy(tmp_path: Path, tiny_folder: Path, prompt_file: Path) -> None:
+    """Beside its cache: 4 prompts x 4 responses of 32 + 6 tokens, 32 keys and values of 4 bytes in two layers."""
+    plans, rollout = Plans(), make_rollout(batch_size=1000)
+    trainer = make_trainer(tmp_path, rollout, plans, max_steps=1)
+    trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+    weights = sum(p.nbytes for p in AutoModelForCausalLM.from_pretrained(tiny_folder).parameters())
+    cache = 16 * 38 * 2 * 2 * 32 * 4
+    assert plans.plan.engine == EngineMemory(sampling=weights + cache, learning=weights)
+    assert plans.plan.keys[0] == "`rollout.batch_size`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -39,6 +39,9 @@ class EngineMemory(NamedTuple):
 @runtime_checkable
 class HoldsEngine(Protocol):
     """A callback whose engine shares the training devices."""
+
+    memory_key: str
+    """The option that bounds what the engine takes."""
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
         """What it takes of a device with so many bytes."""
@@ -108,14 +111,14 @@ class MemoryPlan:
 
     def table(self) -> Table:
         """For people."""
-        title = f"Memory plan: GiB on each device ({self.device}, {self.device_bytes / GIB:.1f} GiB), estimated"
+        title = f"Memory plan of each device ({self.device}, {amount(self.device_bytes)}), estimated"
         table = Table(title=title, title_justify="left")
         for name in ("", "weights", "gradients", "optimizer", "gathered", "activations", "logits"):
             table.add_column(name, justify="right" if name else "left")
         for role, model in self.models.items():
             state = (model.weights, model.gradients, model.optimizer)
-            place = [f"{gib(part)} host" if model.on_host else gib(part) for part in state]
-            table.add_row(role, *place, gib(model.gathered), gib(model.activations), gib(model.head))
+            place = [f"{amount(part)} host" if model.on_host else amount(part) for part in state]
+            table.add_row(role, *place, amount(model.gathered), amount(model.activations), amount(model.head))
         table.add_section()
         for row in self._sums():
             table.add_row(*row)
@@ -123,10 +126,11 @@ class MemoryPlan:
         return table
 
     def _sums(self) -> list[tuple[str, str]]:
-        rows = [("between updates", gib(self.resting)), ("while learning", gib(self.learning))]
+        rows = [("between updates", amount(self.resting)), ("while learning", amount(self.learning))]
         if any(self.engine):
-            rows.append(("engine, sampling", gib(self.engine.sampling)))
-            rows.append(("while sampling", gib(self.sampling)))
+            rows.append(("engine, learning", amount(self.engine.learning)))
+            rows.append(("engine, sampling", amount(self.engine.sampling)))
+            rows.append(("while sampling", amount(self.sampling)))
         return rows
 
     def _caption(self) -> str:
@@ -146,7 +150,7 @@ class MemoryPlan:
             return None
         when, most = max(("learning", self.learning), ("sampling", self.sampling), key=lambda peak: peak[1])
         return (
-            f"the memory plan does not fit: while {when}, about {gib(most)} GiB of the {gib(self.device_bytes)} GiB of"
+            f"the memory plan does not fit: while {when}, about {amount(most)} of the {amount(self.device_bytes)} of"
             f" {self.device} are needed. Change, the cheapest first: {', '.join(self.keys)}."
         )
 
@@ -166,27 +170,28 @@ def memory_plan(module: PostTrainingModule) -> MemoryPlan:
         work = work or training_work(role.name, "update", skeleton)
     device, device_bytes = device_memory(contract.root_device, processes=module.trainer.num_devices)
     engines = [each for each in module.trainer.callbacks if isinstance(each, HoldsEngine)]  # type: ignore[attr-defined]
+    taken = [engine.engine_memory(device_bytes) for engine in engines]
     return MemoryPlan(
         models=models,
         tokens=tokens,
         device=device,
         device_bytes=device_bytes,
-        engine=engines[0].engine_memory(device_bytes) if engines else EngineMemory(),
+        engine=EngineMemory(*(sum(part) for part in zip(*taken, strict=True))) if taken else EngineMemory(),
         work=work,
         peak_tflops=peak_tflops(contract.root_device),
-        keys=tuple(memory_keys(module, shares_device=bool(engines))),
+        keys=tuple(memory_keys(module, engines)),
     )
 
 
-def memory_keys(module: PostTrainingModule, *, shares_device: bool) -> Iterator[str]:
+def memory_keys(module: PostTrainingModule, engines: Sequence[HoldsEngine]) -> Iterator[str]:
     """Options that a run can still change to take less memory, the cheapest first, with their values.
 
     Args:
         module: With its trainer.
-        shares_device: Whether a rollout engine takes memory of the training devices.
+        engines: Those that take memory of the training devices.
     """
-    if shares_device:
-        yield "`rollout.gpu_memory_utilization`"
+    for engine in engines:
+        yield f"`{engine.memory_key}`"
     yield f"`{module.pass_key}`"
     for role in module.roles:
         key = {"actor": "model.actor", "critic": "model.critic.model"}.get(role.name)
@@ -210,6 +215,8 @@ def device_memory(device: torch.device, *, processes: int) -> tuple[str, int]:
     return "the host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
 
 
-def gib(number: int | None) -> str:
-    """Bytes in GiB, for people."""
-    return "?" if number is None else f"{number / GIB:.2f}"
+def amount(number: int | None) -> str:
+    """Bytes for people, in GiB or, where that would be near 0, in MiB."""
+    if number is None:
+        return "?"
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.2f} MiB" if number else "0"

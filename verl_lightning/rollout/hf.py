@@ -43,6 +43,21 @@ class HFEngine:
         model: torch.nn.Module = load_backbone(self.config, AutoModelForCausalLM)
         self._model = cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of its own copy of the policy, whole on the device and there while the policy learns."""
+        return sum(weight.nbytes for weight in self._running.parameters())
+
+    def cache_bytes(self, sequences: int, tokens: int) -> int:
+        """Keys and values of every layer while it samples so many sequences of so many tokens, prompts among them."""
+        config = self._running.config.get_text_config()
+        heads = config.num_attention_heads
+        width = (getattr(config, "num_key_value_heads", None) or heads) * (
+            getattr(config, "head_dim", None) or config.hidden_size // heads
+        )
+        values = 2 * config.num_hidden_layers * width * tokens * min(sequences, self.batch_size)
+        return int(values * self._running.dtype.itemsize)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights.
 
