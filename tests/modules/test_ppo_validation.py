@@ -33,6 +33,7 @@ def test_metrics_by_hand():
         {
             "val/reward": 3.5 / 10,
             "val/response_length": (4 * 4 + 4 * 8 + 2 * 10) / 10,
+            "val/unscored_responses": 0.0,
             "val/pass@1": (0.5 + 0 + 0.5) / 3,
             "val/pass@2": (pass_at_2 + 0 + 1) / 3,
             "val/pass@4": (1 + 0) / 2,  # prompt 2 has too few
@@ -60,7 +61,13 @@ def test_success_reward_decides_what_is_right():
     assert metrics["val/pass@1"] == 0.5
 
 
-def test_duplicates_and_failures_never_count():
+def test_failures_are_counted_and_in_no_mean():
+    failed = response(0, 0.0)._replace(is_valid=False)
+    metrics = validation_metrics([response(0, 1.0), failed], ValidationConfig(), num_samples=2, stage="val")
+    assert (metrics["val/reward"], metrics["val/pass@1"], metrics["val/unscored_responses"]) == (1.0, 1.0, 1.0)
+
+
+def test_duplicates_never_count():
     rollout = SimpleNamespace(
         prompt_index=torch.tensor([0, 0, 1, 1]), response_mask=torch.tensor([[True, True], [True, False]] * 2)
     )
@@ -74,7 +81,8 @@ def test_duplicates_and_failures_never_count():
         rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]), is_valid=torch.tensor([True, False, True, True])
     )
 
-    assert scored_responses(batch, verdict, 2) == [ScoredResponse(2, 7, "a", 1.0, 2)]
+    scored = [ScoredResponse(2, 7, "a", 1.0, 2), ScoredResponse(2, 7, "a", 0.0, 1, is_valid=False)]
+    assert scored_responses(batch, verdict, 2) == scored
 
 
 def test_all_rows_are_validated_once_whatever_the_batch_size(tmp_path, tiny_folder):

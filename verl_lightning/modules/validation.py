@@ -23,39 +23,50 @@ class ScoredResponse(NamedTuple):
     data_source: str
     reward: float
     length: int
+    is_valid: bool = True
+    """False where the reward function failed: such a response is in no mean."""
 
 
 def scored_responses(batch: dict[str, Any], verdict: Verdict, loader: int) -> list[ScoredResponse]:
-    """The responses of a batch that count: valid, and not of a prompt that only fills up a rank's last batch."""
+    """The responses of a batch, without those to prompts that only fill up a rank's last batch."""
     rollout: Rollout = batch["rollout"]
     rows, is_duplicate = batch["row_index"].tolist(), batch["is_duplicate"].tolist()
     lengths = rollout.response_mask.sum(-1).tolist()
     return [
-        ScoredResponse(loader, rows[prompt], batch["rows"][prompt]["data_source"], reward, length)
+        ScoredResponse(loader, rows[prompt], batch["rows"][prompt]["data_source"], reward, length, valid)
         for prompt, reward, length, valid in zip(
             rollout.prompt_index.tolist(), verdict.rewards.tolist(), lengths, verdict.is_valid.tolist(), strict=True
         )
-        if valid and not is_duplicate[prompt]
+        if not is_duplicate[prompt]
     ]
 
 
 def validation_metrics(
     responses: Sequence[ScoredResponse], config: ValidationConfig, *, num_samples: int, stage: str
 ) -> dict[str, float]:
-    """Mean reward, pass@k and length, over all prompts and for each data source.
+    """Mean reward, pass@k and length, over all prompts and for each data source; how many responses have no reward.
 
     Args:
         responses: Of every rank.
         config: What counts as right, and which k.
         num_samples: Responses sampled for each prompt.
         stage: ``val`` or ``test``, the first part of each name.
+
+    Raises:
+        RuntimeError: If none has a reward.
     """
+    everyone, responses = responses, [response for response in responses if response.is_valid]
+    if not responses:
+        raise RuntimeError(
+            f"no {stage} response could be scored: the loader was empty, or the reward function always failed."
+        )
     sources: defaultdict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
         sources[response.data_source].append(response)
     metrics = {
         f"{stage}/reward": fmean(response.reward for response in responses),
         f"{stage}/response_length": fmean(response.length for response in responses),
+        f"{stage}/unscored_responses": float(len(everyone) - len(responses)),
     }
     metrics |= {f"{stage}/pass@{k}": value for k, value in _pass_at(responses, config).items()}
     for source, own in sources.items():
