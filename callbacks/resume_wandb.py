@@ -12,6 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
+from verl_lightning.strategies import fsdp_checkpoint
+from verl_lightning.strategies.megatron import portable as megatron
+
 
 class ResumeWandb(Callback):
     """Keeps the run's id in every checkpoint, and gives it to the logger before a resumed run starts to log.
@@ -73,7 +76,8 @@ def last_checkpoint(trainer: Trainer) -> Path | None:
 
 def saved_callback_state(path: Path, key: str) -> dict[str, Any]:
     """A callback's state in a checkpoint file or folder, read without loading the weights; empty if it has none."""
-    file = path / "meta.pt" if path.is_dir() else path
+    settings = megatron.SETTINGS_FILE if megatron.is_megatron_folder(path) else fsdp_checkpoint.SETTINGS_FILE
+    file = path / settings if path.is_dir() else path
     checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     state: dict[str, Any] = checkpoint.get("callbacks", {}).get(key, {})
     return state

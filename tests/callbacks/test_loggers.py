@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -130,6 +131,13 @@ def test_without_wandb_the_callback_does_nothing(fit, tmp_path):
 
     assert saved_callback_state(tmp_path / "step=1.ckpt", callback.state_key) == {"run_id": None}
     assert saved_callback_state(tmp_path / "step=1.ckpt", "Nothing") == {}
+
+
+@pytest.mark.parametrize("name", ["meta.pt", "megatron_meta.pt"])
+def test_a_callbacks_state_is_read_from_the_folders_of_all_strategies(tmp_path, name):
+    torch.save({"callbacks": {"ResumeWandb": {"run_id": "abc"}}}, tmp_path / name)
+
+    assert saved_callback_state(tmp_path, "ResumeWandb") == {"run_id": "abc"}
 
 
 @pytest.mark.slow
