@@ -12,7 +12,7 @@ from tests.ray.launches import RUN, finish, start
 from verl_lightning.callbacks import RayRollout
 from verl_lightning.launch.actor_demands import actor_demands
 from verl_lightning.launch.options import LaunchOptions, parse_launch
-from verl_lightning.ray.cluster import Demand, Node, shortage
+from verl_lightning.ray.cluster import Demand, Node, connect_like, shortage
 from verl_lightning.rewards.pool import RewardConfig
 
 SMALL = Node(address="10.0.0.1", resources={"CPU": 8.0, "GPU": 1.0})
@@ -103,6 +103,16 @@ def test_over_asking_fails_within_ten_seconds(cluster_address, tmp_path):
     assert time.monotonic() - begin < 10
     assert "`--num-workers 2` (2 x 3 CPUs) and `rollout.num_replicas 5` (5 x 1 CPUs) need 11 CPUs in all" in output
     assert "but the cluster has 10 CPUs and 0 GPUs" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
+@pytest.mark.usefixtures("joined_cluster")
+def test_processes_of_a_run_must_be_in_one_cluster(cluster_address):
+    connect_like(cluster_address)
+
+    with pytest.raises(ConnectionError, match=r"is in the one at 10.0.0.1:6379. Join all machines by `ray start`"):
+        connect_like("10.0.0.1:6379")
 
 
 def write(path, text):

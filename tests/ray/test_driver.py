@@ -33,17 +33,8 @@ def board(joined_cluster):
     ray.kill(board)
 
 
-@pytest.fixture
-def own_signals():
-    """Ray Train's handler of Ctrl-C goes with the test."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
 @starts_ray
-@pytest.mark.usefixtures("own_signals")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 def test_workers_without_room_are_given_up(board, monkeypatch, tmp_path):
     from ray.train import ControllerError
@@ -51,10 +42,24 @@ def test_workers_without_room_are_given_up(board, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "0.5")
     task = Task(words=[], folder=str(tmp_path), sys_path=[], board=board)
 
+    on_interrupt = signal.getsignal(signal.SIGINT)
+
     with pytest.raises(ControllerError) as given_up:
         fit_once(task, Demand(option="--num-workers", count=3, cpus=5.0))
 
     assert "timed out after 0.5 seconds waiting for 3 workers" in describe_failure(given_up.value, board)
+    assert signal.getsignal(signal.SIGINT) == on_interrupt
+
+
+@pytest.mark.slow
+@starts_ray
+def test_boards_live_where_their_driver_does(joined_cluster):
+    import ray
+
+    boards = [make_board() for _ in range(3)]  # anywhere, unless told where
+    homes = ray.get([each.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for each in boards])
+
+    assert set(homes) == {ray.get_runtime_context().get_node_id()}
 
 
 @pytest.mark.slow

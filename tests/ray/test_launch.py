@@ -122,6 +122,16 @@ def test_it_goes_on_with_the_losses_of_two_processes_and_ctrl_c_leaves_nothing(
     assert rows == expected
 
 
+def test_processes_without_rays_launcher_share_engines_too(cluster_address, runs, expected, monkeypatch):
+    folder = runs / "shared"
+    monkeypatch.setenv("RAY_ADDRESS", cluster_address)
+    words = [*RUN, "--config", "../actors.yaml", "--trainer.devices", "2", f"--trainer.max_steps={NUM_STEPS}"]
+
+    finish(start(folder, *words), folder)
+
+    assert read_metrics(folder / "runs/version_0") == expected
+
+
 def test_a_users_mistake_is_told_once(cluster_address, runs):
     folder = runs / "mistaken"
     words = ray_words(cluster_address, num_workers=1)

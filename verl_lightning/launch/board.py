@@ -92,7 +92,10 @@ class Board:
 
 
 def make_board() -> Any:
-    """Starts the actor, which needs no resources of its own."""
+    """Starts the actor, which needs no resources of its own, on this node: it must not die before its driver does."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return ray.remote(num_cpus=0)(Board).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote: Any = ray.remote(num_cpus=0)(Board)
+    return remote.options(scheduling_strategy=here).remote()

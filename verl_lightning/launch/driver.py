@@ -95,10 +95,13 @@ def fit_once(task: Task, demand: Demand) -> None:
         ),
         run_config=RunConfig(storage_path=os.path.join(task.folder, "runs", ".ray"), failure_config=never),
     )
+    on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         trainer.fit()
     except SystemExit:  # Ray's answer to Ctrl-C, with the exit code of a success
         raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)  # Ray's handler asks workers that are gone
 
 
 def train_on_worker(config: dict[str, Any]) -> None:

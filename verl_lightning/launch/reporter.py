@@ -13,6 +13,7 @@ from typing_extensions import override
 from verl_lightning.launch.board import RunFolder
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.strategies.base import as_contract
 
 
 class StoppedOnRequest(Exception):
@@ -59,17 +60,17 @@ class Reporter(Callback):
     ) -> None:
         import ray
 
-        asked = ray.get(self.board.stop_reason.remote()) if trainer.is_global_zero else None
-        reason = trainer.strategy.broadcast(asked)
+        reason = ray.get(self.board.stop_reason.remote()) if trainer.is_global_zero else None
+        is_asked = as_contract(trainer.strategy).largest_over_ranks(int(reason is not None))
         notice = ray.train.get_preemption_info()  # collective, as the line above
-        if reason is None and notice is None:
+        if not is_asked and notice is None:
             return
         saved = save_last(trainer)
-        if reason is None:
+        if not is_asked:
             raise NodeLeavingError(f"Ray takes nodes away from ranks {notice.preempted_ranks}; {saved}.")
         if trainer.is_global_zero:
             ray.get(self.board.keep_saved.remote(saved))
-        raise StoppedOnRequest(reason)
+        raise StoppedOnRequest(saved)
 
 
 def save_last(trainer: Trainer) -> str:

@@ -67,6 +67,27 @@ def connect(address: str | None = None) -> None:
         ray.init(address=address)
 
 
+def connect_like(address: str) -> None:
+    """Joins the cluster that another process of the run has joined or started, maybe on another node.
+
+    Args:
+        address: Of that cluster, as Ray shows it.
+
+    Raises:
+        ConnectionError: If this node is not in that cluster.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        # Not by its address, with which Ray 2.60 would not show its token to a cluster that asks for one.
+        ray.init(address="auto")
+    if (found := ray.get_runtime_context().gcs_address) != address:
+        raise ConnectionError(
+            f"Ray's cluster on this machine is at {found}, but the run's first process is in the one at {address}."
+            " Join all machines by `ray start`, or start the run by `verl-fit ray`."
+        )
+
+
 def nodes() -> list[Node]:
     """The living nodes of the cluster."""
     import ray

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_actors, take_answer
-from verl_lightning.ray.cluster import Demand, connect
+from verl_lightning.ray.cluster import Demand, connect_like
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
 from verl_lightning.rollout.process import buckets
@@ -79,7 +79,7 @@ class RayEngines:
         is_first = self.caller.rank == 0
         name, address = self.caller.broadcast(self._start_actors() if is_first else None)
         if not is_first:
-            connect(address)
+            connect_like(address)
             self._dispatcher = ray.get_actor(name, namespace=_NAMESPACE)
             return
         await_actors(self._actors, self.demand)  # the others go on meanwhile, until weights are sent
