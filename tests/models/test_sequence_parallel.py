@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.models.packed_models import SLIDING, learn, make_backbone, make_batch
 from tests.strategies.fsdp_ranks import on_ranks
+from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.models.attention import VARLEN
 from verl_lightning.models.scorer import TokenScorer, make_value_head
 from verl_lightning.models.sequence_parallel import SequencePart
@@ -88,6 +90,42 @@ def compare_all():
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_share_a_row_score_and_learn_as_one(ranks):
     assert on_ranks(ranks, compare_all, timeout=60) == [11] * ranks
+
+
+def make_late_scores(scored):
+    """All that is trained on lies at the end of the row, where the last rank has it."""
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    late = torch.arange(11) >= 11 - scored
+    return TokenBatch(input_ids=torch.arange(1, 13)[None], attention_mask=mask, response_mask=late[None])
+
+
+def count_logits():
+    """Rows of logits that this rank makes for late scores of several numbers, and whether they are right."""
+    dist.init_process_group("gloo")
+    counted = []
+
+    def count(hidden, *args, **options):
+        counted.append(hidden.shape[1])
+        return linear_log_probs(hidden, *args, **options)
+
+    for head in ("policy", "policy_and_value"):
+        for scored in (1, 3, 6):
+            (scores, gradients), (expected, whole) = shared_and_alone(
+                make_backbone("qwen3", VARLEN), head, make_late_scores(scored)
+            )
+            assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+            assert_close(gradients, whole, rtol=1e-4, atol=1e-6)
+    with patch("verl_lightning.models.scorer.linear_log_probs", count):
+        for scored in (1, 3, 6):
+            scorer = TokenScorer(make_backbone("qwen3", VARLEN), None, "policy", packs=True)
+            scorer.sequence_group = dist.group.WORLD
+            scorer(make_late_scores(scored))
+    return counted
+
+
+def test_ranks_make_equally_many_logits():
+    """Of 1, 3 and 6 scored tokens, each of which the second rank's run predicts."""
+    assert on_ranks(2, count_logits, timeout=60) == [[1, 2, 3], [0, 1, 3]]
 
 
 def exchange_and_back(total):

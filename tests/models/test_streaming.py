@@ -6,6 +6,7 @@ import json
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from tests.runs import make_model_config
+from verl_lightning.models import weight_files
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.lora import adapter_weights, write_adapter
 from verl_lightning.models.scorer import build_scorer
@@ -90,11 +92,13 @@ def test_adapters_go_on_beside_their_own_base_only(tmp_path: Path) -> None:
         rank=2, target_modules=["q_proj"], modules_to_save=["down_proj"], adapter_path=str(tmp_path / "adapter")
     )
 
-    streamed, expected = read(make_model_config(tmp_path / "base", lora=lora), "policy")
+    with patch.object(weight_files, "_convert", wraps=weight_files._convert) as convert:
+        streamed, expected = read(make_model_config(tmp_path / "base", lora=lora), "policy")
     assert_close(streamed, expected, rtol=0, atol=0)
+    assert convert.call_count == 3 + 2  # each layer, embeddings and norm are read once
     other = write(tmp_path / "other", LlamaConfig(**SIZES, num_hidden_layers=3, vocab_size=64))
     with pytest.raises(ValueError, match="was trained on another base"):
-        stream_scorer(make_model_config(other, lora=lora), "policy", trainable=True)
+        list(stream_scorer(make_model_config(other, lora=lora), "policy", trainable=True))
 
 
 def test_one_layer_is_held_at_a_time(tmp_path: Path) -> None:

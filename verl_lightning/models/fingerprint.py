@@ -23,14 +23,21 @@ def base_fingerprint(backbone: nn.Module) -> str:
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     """The same of whole weights in any order; holds one at a time."""
-    samples = []
-    for name, weight in weights:
-        values = weight.flatten()
-        values = values[:: max(1, len(values) // SAMPLES)].float().cpu()
-        samples.append((name, f"{name}{list(weight.shape)}".encode() + values.numpy().tobytes()))
+    return fingerprint_of({name: sample(name, weight) for name, weight in weights})
+
+
+def sample(name: str, weight: Tensor) -> bytes:
+    """What a fingerprint looks at of a whole weight."""
+    values = weight.flatten()
+    values = values[:: max(1, len(values) // SAMPLES)].float().cpu()
+    return f"{name}{list(weight.shape)}".encode() + values.numpy().tobytes()
+
+
+def fingerprint_of(samples: Mapping[str, bytes]) -> str:
+    """The fingerprint of the weights that samples were taken of, by name."""
     digest = hashlib.sha256()
-    for _, sample in sorted(samples):
-        digest.update(sample)
+    for name in sorted(samples):
+        digest.update(samples[name])
     return digest.hexdigest()[:32]
 
 

@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,7 +48,7 @@ def add_adapters(
     lora: LoraConfig,
     *,
     task_type: Literal["CAUSAL_LM", "FEATURE_EXTRACTION"],
-    base: Callable[[], str] | None = None,
+    holds_base: bool = True,
 ) -> PreTrainedModel:
     """Freeze the weights and put PEFT's adapters beside them, in place.
 
@@ -56,7 +56,7 @@ def add_adapters(
         backbone: A transformers model.
         lora: Which adapters, and where from.
         task_type: What the model is to PEFT, for whoever loads the adapter later.
-        base: Tells the fingerprint of weights that the model does not hold yet; None takes it of those it holds.
+        holds_base: Whether the model holds its weights; else whoever brings them must `check_base`.
 
     Raises:
         ValueError: If a name is no module's, a tied weight would be untied, or ``lora.adapter_path`` does not fit.
@@ -83,7 +83,7 @@ def add_adapters(
             " adapters on those are not supported. Name attention and dense layers only."
         )
     if lora.adapter_path is not None:
-        load_adapter(backbone, lora, base_fingerprint(backbone) if base is None else base())
+        load_adapter(backbone, lora, base_fingerprint(backbone) if holds_base else None)
     if backbone.device.type != "meta":  # the same model follows with its weights
         rank_zero_info(describe_trainable(backbone))
     return backbone
@@ -153,13 +153,13 @@ def write_adapter(
     config.save_pretrained(str(folder))  # last: without it no loader accepts the folder
 
 
-def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) -> None:
+def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str | None) -> None:
     """Copy the adapter of ``lora.adapter_path`` into the adapters of a model.
 
     Args:
         backbone: A transformers model with adapters.
         lora: Which adapters, and where from.
-        fingerprint: Of the base, from `base_fingerprint`.
+        fingerprint: Of the base, from `base_fingerprint`; None where it is not known yet.
 
     Raises:
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
@@ -169,27 +169,23 @@ def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) 
     set_peft_model_state_dict(backbone, read_adapter(backbone, lora, fingerprint))
 
 
-def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) -> dict[str, Tensor]:
+def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str | None) -> dict[str, Tensor]:
     """The weights in the folder of ``lora.adapter_path``, by PEFT's names without their prefix.
 
     Args:
         backbone: The model with adapters, of which only names are looked at.
         lora: Which adapters, and where from.
-        fingerprint: Of the base, from `base_fingerprint`.
+        fingerprint: Of the base, from `base_fingerprint`; None where it is not known yet.
 
     Raises:
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
     """
     folder = Path(str(lora.adapter_path))
     check_adapter_config(folder, lora)
+    if fingerprint is not None:
+        check_base(folder, str(backbone.name_or_path), fingerprint)
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
-    if stored not in (None, fingerprint):
-        raise ValueError(
-            f"`lora.adapter_path: {folder}` was trained on another base than `path: {backbone.name_or_path}`:"
-            " their frozen weights differ. Use the base that it was trained on."
-        )
     ours = {name.removeprefix(PEFT_PREFIX): weight for name, weight in adapter_weights(backbone).items()}
     if wrong := sorted(weights.keys() ^ ours.keys()):
         where = "the folder only" if wrong[0] in weights else "these settings only"
@@ -198,6 +194,26 @@ def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str) 
             f" first, `{wrong[0]}`, is in {where}. Set `target_modules` and `modules_to_save` as in `{CONFIG_FILE}`."
         )
     return weights
+
+
+def check_base(folder: Path, path: str, fingerprint: str) -> None:
+    """Refuse an adapter that was trained on other weights, where its folder says on which.
+
+    Args:
+        folder: The adapter's.
+        path: The base's, for people.
+        fingerprint: Of the base, from `base_fingerprint`.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
+    if stored not in (None, fingerprint):
+        raise ValueError(
+            f"`lora.adapter_path: {folder}` was trained on another base than `path: {path}`: their frozen weights"
+            " differ. Use the base that it was trained on."
+        )
 
 
 def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:

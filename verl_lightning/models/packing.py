@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from verl_lightning.models.sequence_parallel import SequencePart, sum_over_group
-from verl_lightning.types import TokenBatch
+from verl_lightning.models.sequence_parallel import SequencePart, exchange, sum_over_group
+from verl_lightning.types import TokenBatch, send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class PackedTokens:
     """Tokens of the longest."""
 
     predictors: Int[Tensor, " scored"]
-    """Positions in the row that predict the scored tokens: the one before each."""
+    """Positions in the row, ascending, that predict the scored tokens: the one before each."""
 
     labels: Int[Tensor, "1 scored"]
     """The scored tokens."""
@@ -45,28 +47,50 @@ class PackedTokens:
     part: SequencePart | None = None
     """Which tokens of the row these are, where ranks share it; ``cu_seq_lens`` are those of the whole row."""
 
-    def shared_by(self, group: dist.ProcessGroup) -> PackedTokens:
-        """This rank's run of the tokens, and what it predicts. Waits for the device to count that.
+    moves: tuple[list[int], list[int]] | None = None
+    """Rows of hidden states that go to each rank and that come from each, where ranks score as many tokens each."""
+
+    def shared_by(self, group: dist.ProcessGroup, *, balances: bool) -> PackedTokens:
+        """This rank's run of the tokens, and what it scores. Waits for the device to count that.
 
         Each rank gets a token: models cannot take none.
 
         Args:
             group: The ranks that share the row.
+            balances: Whether each rank scores as many tokens, which takes a `predicting` of all of them; else those
+                that its own run predicts.
         """
         if (missing := group.size() - self.input_ids.shape[1]) > 0:
-            return self._with_another(missing).shared_by(group)
+            return self._with_another(missing).shared_by(group, balances=balances)
         part = SequencePart(group=group, total=self.input_ids.shape[1])
-        tokens = part.tokens
-        own = ((self.predictors >= tokens.start) & (self.predictors < tokens.stop)).nonzero().squeeze(1)
+        tokens, rank = part.tokens, group.rank()
+        starts = send(torch.tensor([0, *part.lengths]).cumsum(0), self.input_ids.device)
+        borders = torch.searchsorted(self.predictors, starts).tolist()
+        runs = [range(*pair) for pair in pairwise(borders)]
+        shares = SequencePart(group=group, total=borders[-1]).runs
+        scored = shares[rank] if balances else runs[rank]
+        columns = slice(scored.start, scored.stop)
         return replace(
             self,
             input_ids=self.input_ids[:, tokens],
             position_ids=self.position_ids[:, tokens],
-            predictors=self.predictors[own] - tokens.start,
-            labels=self.labels[:, own],
-            target=(self.target[0][own], self.target[1][own]),
+            predictors=self.predictors[runs[rank].start : runs[rank].stop] - tokens.start,
+            labels=self.labels[:, columns],
+            target=(self.target[0][columns], self.target[1][columns]),
             part=part,
+            moves=_moves(runs, shares, rank) if balances else None,
         )
+
+    def predicting(self, hidden: Float[Tensor, "1 own dim"]) -> Float[Tensor, "1 scored dim"]:
+        """The hidden states that predict what this rank scores. Collective where ranks score as many tokens each.
+
+        Args:
+            hidden: Of this rank's tokens.
+        """
+        own = hidden[:, self.predictors]
+        if self.moves is None or self.part is None:
+            return own
+        return exchange(own[0], *self.moves, self.part.group)[None]
 
     def _with_another(self, length: int) -> PackedTokens:
         """With one more sequence, of which nothing is scored."""
@@ -132,6 +156,16 @@ def pack(batch: TokenBatch) -> PackedTokens:
         target=target,
         shape=(rows, width),
     )
+
+
+def _moves(runs: Sequence[range], shares: Sequence[range], rank: int) -> tuple[list[int], list[int]]:
+    """How many scored tokens of its run a rank sends to each rank's share, and gets for its own share from each."""
+    sent = [_overlap(runs[rank], share) for share in shares]
+    return sent, [_overlap(run, shares[rank]) for run in runs]
+
+
+def _overlap(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
 def _true_positions(mask: Bool[Tensor, "rows columns"], count: int) -> Int[Tensor, " count"]:

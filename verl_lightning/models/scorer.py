@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,20 +101,23 @@ class TokenScorer(nn.Module):
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """The same from the real tokens alone, in one row; 0 where nothing is trained on."""
-        packed = pack(batch) if self.sequence_group is None else pack(batch).shared_by(self.sequence_group)
+        packed, output_head = pack(batch), None if self.head == "value" else self._linear_head()
+        hidden: Tensor | None
+        if self.sequence_group is not None:
+            packed = packed.shared_by(self.sequence_group, balances=output_head is not None)
         inputs = packed.model_inputs(has_kernel=self.backbone.config._attn_implementation == VARLEN)
         if self.head == "value":
-            hidden = self.backbone(**inputs).last_hidden_state[:, packed.predictors]
+            hidden = packed.predicting(self.backbone(**inputs).last_hidden_state)
             return Scores(values=packed.unpack(self._values(hidden)))
-        if (output_head := self._linear_head()) is not None:
-            hidden = self.backbone.base_model(**inputs).last_hidden_state[:, packed.predictors]
+        if output_head is not None:
+            hidden = packed.predicting(self.backbone.base_model(**inputs).last_hidden_state)
             scores = self._from_hidden(hidden, output_head.weight, packed.labels, batch.temperature, with_entropy)
         else:
             needs_hidden = self.value_head is not None
             output = self.backbone(**inputs, logits_to_keep=packed.predictors, output_hidden_states=needs_hidden)
-            hidden = output.hidden_states[-1][:, packed.predictors] if needs_hidden else None
+            hidden = packed.predicting(output.hidden_states[-1]) if needs_hidden else None
             scores = self._from_logits(output.logits, packed.labels, batch.temperature, with_entropy)
-        if self.value_head is not None:
+        if hidden is not None and self.value_head is not None:
             scores = replace(scores, values=self._values(hidden))
         return Scores(**{name: None if part is None else packed.unpack(part) for name, part in vars(scores).items()})
 
@@ -244,7 +247,7 @@ def assemble(
     head: Head,
     *,
     trainable: bool,
-    base: Callable[[], str] | None = None,
+    holds_base: bool = True,
 ) -> TokenScorer:
     """A scorer of a model and its heads, with adapters where it is to have them.
 
@@ -254,11 +257,14 @@ def assemble(
         config: How the model is trained.
         head: What it scores.
         trainable: False freezes every weight.
-        base: Tells the fingerprint of weights that the model does not hold yet; None takes it of those it holds.
+        holds_base: Whether the model holds its weights; else whoever brings them must `check_base` of its adapters.
     """
     if config.lora is not None and trainable:
         backbone = add_adapters(
-            backbone, config.lora, task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM", base=base
+            backbone,
+            config.lora,
+            task_type="FEATURE_EXTRACTION" if head == "value" else "CAUSAL_LM",
+            holds_base=holds_base,
         )
     if trainable:
         checkpoint_activations(backbone, config.activation_checkpointing)

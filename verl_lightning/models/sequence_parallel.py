@@ -7,6 +7,7 @@ Attention needs whole sequences: before it, ranks exchange tokens for heads, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,10 +38,15 @@ class SequencePart:
         return [share + (rank < rest) for rank in range(self.group.size())]
 
     @property
+    def runs(self) -> list[range]:
+        """Which tokens of the row each rank has."""
+        return [range(end - length, end) for end, length in zip(accumulate(self.lengths), self.lengths, strict=True)]
+
+    @property
     def tokens(self) -> slice:
         """Which tokens of the row this rank has."""
-        begin = sum(self.lengths[: self.group.rank()])
-        return slice(begin, begin + self.lengths[self.group.rank()])
+        own = self.runs[self.group.rank()]
+        return slice(own.start, own.stop)
 
     def exchange_for_heads(
         self,

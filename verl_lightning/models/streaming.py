@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +11,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.fingerprint import fingerprint
+from verl_lightning.models.fingerprint import fingerprint_of, sample
+from verl_lightning.models.lora import check_base
 from verl_lightning.models.scorer import (
     Head,
     TokenScorer,
@@ -37,24 +38,28 @@ def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterat
         trainable: False freezes every weight.
 
     Raises:
-        ValueError: At once, if there is no model at ``config.path``, or an adapter does not fit.
+        ValueError: At once, if there is no model at ``config.path``, or an adapter is not as asked for; after the last
+            layer, if it was trained on another base.
     """
-    has_own_copies = config.lora is not None and config.lora.adapter_path is not None
+    lora = config.lora if trainable else None
+    adapter = None if lora is None or lora.adapter_path is None else Path(lora.adapter_path)
     with model_must_be_at(config.path):
         files = weight_files(config.path)
         with torch.device("meta"):
             skeleton = make_backbone(config, head)
-        scorer = build_hollow(config, head, lambda: base_of_files(skeleton, files), trainable=trainable)
-    return _parts(scorer, skeleton, files, has_own_copies=has_own_copies)
+        scorer = build_hollow(config, head, trainable=trainable)
+    weights = stream_weights(skeleton, files)
+    if adapter is not None:
+        weights = _checked(weights, skeleton, adapter, config.path)
+    return _parts(scorer, weights, has_own_copies=adapter is not None)
 
 
-def build_hollow(config: ModelConfig, head: Head, base: Callable[[], str], *, trainable: bool) -> TokenScorer:
+def build_hollow(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
     """The scorer that `build_scorer` builds, but the model's weights are zeros that take no memory.
 
     Args:
         config: Which model, and how it is trained.
         head: What it scores.
-        base: Tells the fingerprint of the true weights.
         trainable: False freezes every weight.
     """
     handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
@@ -69,32 +74,25 @@ def build_hollow(config: ModelConfig, head: Head, base: Callable[[], str], *, tr
     value_head = None if head == "policy" else make_value_head(backbone)
     if value_head is not None:
         read_value_head(value_head, Path(config.path))
-    return assemble(backbone, value_head, config, head, trainable=trainable, base=base)
+    return assemble(backbone, value_head, config, head, trainable=trainable, holds_base=False)
 
 
-def base_of_files(skeleton: PreTrainedModel, files: list[Path]) -> str:
-    """The `fingerprint` of the model that the files hold.
-
-    Args:
-        skeleton: The model on the meta device.
-        files: Of its weights.
-    """
+def _checked(
+    weights: Iterator[dict[str, Tensor]], skeleton: PreTrainedModel, adapter: Path, path: str
+) -> Iterator[dict[str, Tensor]]:
+    """The same weights; refuses them at the end if the adapter was trained on others."""
     first = {id(weight): name for name, weight in skeleton.named_parameters()}
     names = {name: first[id(weight)] for name, weight in skeleton.named_parameters(remove_duplicate=False)}
-    seen: set[str] = set()
-
-    def once() -> Iterator[tuple[str, Tensor]]:
-        for part in stream_weights(skeleton, files):
-            for name in part.keys() & names.keys():
-                if names[name] not in seen:  # tied weights count once
-                    seen.add(names[name])
-                    yield names[name], part[name]
-
-    return fingerprint(once())
+    samples: dict[str, bytes] = {}
+    for part in weights:
+        for name in part.keys() & names.keys():  # tied weights count once
+            samples[names[name]] = sample(names[name], part[name])
+        yield part
+    check_base(adapter, path, fingerprint_of(samples))
 
 
 def _parts(
-    scorer: TokenScorer, skeleton: PreTrainedModel, files: list[Path], *, has_own_copies: bool
+    scorer: TokenScorer, weights: Iterator[dict[str, Tensor]], *, has_own_copies: bool
 ) -> Iterator[dict[str, Tensor]]:
     """What is the scorer's own, then the files' by the scorer's names."""
     own = dict(scorer.named_buffers())
@@ -108,7 +106,7 @@ def _parts(
     del scorer
     if own:
         yield own
-    for part in stream_weights(skeleton, files):
+    for part in weights:
         if found := {place: part[stored] for stored in part for place in places.get(stored, ())}:
             yield found
             found.clear()  # before the next ones are read
