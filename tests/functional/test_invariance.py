@@ -17,7 +17,7 @@ from verl_lightning.functional.normalizer import Aggregation, token_weights
 from verl_lightning.functional.value_loss import clipped_value_loss
 
 BAND = {"clip_low": 0.2, "clip_high": 0.3}
-REGION = {"bound_low": 0.1, "bound_high": 0.1, "max_ratio": 2.0}
+REGION = {"bound_low": 0.1, "bound_high": 0.1}
 SOFT = {"power_positive": 2.0, "decay_positive": 3.0, "power_negative": 3.0, "decay_negative": 2.0}
 
 
@@ -48,6 +48,11 @@ def plain(loss):
     return lambda _: lambda batch: loss(*batch[:4])
 
 
+def inside(region):
+    """Divergence PPO in a trust region."""
+    return plain(lambda *args: losses.dppo_loss(*args[:3], region(*args, **REGION), max_ratio=2.0))
+
+
 LOSSES = {
     "ppo_clip": plain(partial(losses.ppo_clip_loss, **BAND, dual_clip=1.5)),
     "gspo": plain(partial(losses.gspo_loss, **BAND)),
@@ -56,14 +61,14 @@ LOSSES = {
     "cispo": plain(partial(losses.cispo_loss, **BAND)),
     "reinforce": lambda _: lambda batch: losses.reinforce_loss(batch.log_probs, batch.advantages, batch.mask),
     "dro": plain(partial(losses.dro_loss, beta=0.1)),
-    "dppo_tv": plain(partial(losses.dppo_tv_loss, **REGION)),
-    "dppo_kl": plain(partial(losses.dppo_kl_loss, **REGION)),
+    "dppo_tv": inside(losses.inside_total_variation),
+    "dppo_kl": inside(losses.inside_binary_kl),
     "vespo": plain(partial(losses.vespo_loss, **SOFT)),
     "clip_cov": selecting(
         partial(losses.select_at_random, low=0.0, high=5.0, fraction=0.2), partial(losses.clip_cov_loss, **BAND)
     ),
     "kl_cov": selecting(partial(losses.select_top, fraction=0.2), partial(losses.kl_cov_loss, coef=1.0)),
-    "kl_in_loss": lambda _: lambda batch: kl.kl_k3_straight_through(batch.log_probs, batch.old, batch.mask),
+    "kl_in_loss": lambda _: lambda batch: kl.straight_through(kl.kl_k3)(batch.log_probs, batch.old, batch.mask),
     "value": plain(partial(clipped_value_loss, clip=0.2)),
 }
 

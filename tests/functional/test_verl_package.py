@@ -159,9 +159,14 @@ LOSSES = {
     "cispo": lambda args: our_losses.cispo_loss(*args, clip_low=0.2, clip_high=0.28),
     "gpg": lambda args: our_losses.reinforce_loss(args[0], args[2], args[3]),
     "dro": lambda args: our_losses.dro_loss(*args, beta=0.1),
-    "dppo_tv": lambda args: our_losses.dppo_tv_loss(*args, bound_low=0.2, bound_high=0.28, max_ratio=20.0),
-    "dppo_kl": lambda args: our_losses.dppo_kl_loss(*args, bound_low=0.2, bound_high=0.28, max_ratio=20.0),
+    "dppo_tv": lambda args: dppo(our_losses.inside_total_variation, *args),
+    "dppo_kl": lambda args: dppo(our_losses.inside_binary_kl, *args),
 }
+
+
+def dppo(region, *args: Tensor) -> Tensor:
+    """Divergence PPO in a trust region."""
+    return our_losses.dppo_loss(*args[:3], region(*args, bound_low=0.2, bound_high=0.28), max_ratio=20.0)
 
 
 def our_loss(name: str, batch: Batch, aggregation: str) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
 from verl_lightning.modules.policy_losses import PPOClip
-from verl_lightning.modules.ppo_config import KLConfig
+from verl_lightning.modules.ppo_config import KLConfig, KLEstimator
 from verl_lightning.types import Experience, Scores
 
 LOG_PROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -1.5, 0.0]])
@@ -116,3 +119,7 @@ def test_a_masked_batch_has_loss_0_and_a_gradient_of_zeros():
     loss.backward()
     assert loss == 0
     assert_close(log_probs.grad, torch.zeros(2, 3))
+
+
+def test_each_estimator_that_a_configuration_may_name_is_there():
+    assert set(get_args(KLEstimator)) == KL_ESTIMATORS.keys()

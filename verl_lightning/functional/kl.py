@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+KLFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From log-probs of policy and reference, and the response mask, to a KL of each token in nats, 0 where masked."""
 
 
 def kl_k1(
@@ -107,65 +112,40 @@ def kl_k3(
     return (x.exp() - x - 1).clamp(max=10)
 
 
-def kl_k1_straight_through(
-    log_probs: Float[Tensor, "batch response"],
-    ref_log_probs: Float[Tensor, "batch response"],
-    response_mask: Bool[Tensor, "batch response"],
-) -> Float[Tensor, "batch response"]:
-    """The value of `kl_k1` with the gradient of `kl_k2`, which is the KL's own on average.
+def straight_through(estimator: KLFunction) -> KLFunction:
+    """An estimator with its own value and the gradient of `kl_k2`, which is the KL's own on average; what to minimise.
 
     Args:
-        log_probs: Of the response tokens under the policy, in nats. Carries the gradient.
-        ref_log_probs: Of the same tokens under the reference, in nats. Constant.
-        response_mask: True on response tokens; False on tool output and padding.
-
-    Returns:
-        In nats on response tokens, 0 elsewhere.
-    """
-    k1 = kl_k1(log_probs, ref_log_probs, response_mask)
-    return _with_gradient_of(k1, kl_k2(log_probs, ref_log_probs, response_mask))
-
-
-def kl_abs_straight_through(
-    log_probs: Float[Tensor, "batch response"],
-    ref_log_probs: Float[Tensor, "batch response"],
-    response_mask: Bool[Tensor, "batch response"],
-) -> Float[Tensor, "batch response"]:
-    """The value of `kl_abs` with the gradient of `kl_k2`, which is the KL's own on average.
-
-    Args:
-        log_probs: Of the response tokens under the policy, in nats. Carries the gradient.
-        ref_log_probs: Of the same tokens under the reference, in nats. Constant.
-        response_mask: True on response tokens; False on tool output and padding.
-
-    Returns:
-        In nats on response tokens, 0 elsewhere.
-    """
-    distance = kl_abs(log_probs, ref_log_probs, response_mask)
-    return _with_gradient_of(distance, kl_k2(log_probs, ref_log_probs, response_mask))
-
-
-def kl_k3_straight_through(
-    log_probs: Float[Tensor, "batch response"],
-    ref_log_probs: Float[Tensor, "batch response"],
-    response_mask: Bool[Tensor, "batch response"],
-) -> Float[Tensor, "batch response"]:
-    """The value of `kl_k3` with the gradient of `kl_k2`, which is the KL's own on average; what to minimise.
-
-    Args:
-        log_probs: Of the response tokens under the policy, in nats. Carries the gradient.
-        ref_log_probs: Of the same tokens under the reference, in nats. Constant.
-        response_mask: True on response tokens; False on tool output and padding.
-
-    Returns:
-        In nats on response tokens, 0 elsewhere.
+        estimator: Any of the above.
 
     References:
         Tang & Munos, *On a few pitfalls in KL divergence gradient estimation for RL*, 2025.
         https://arxiv.org/abs/2506.09477
     """
-    k3 = kl_k3(log_probs, ref_log_probs, response_mask)
-    return _with_gradient_of(k3, kl_k2(log_probs, ref_log_probs, response_mask))
+
+    def kl(
+        log_probs: Float[Tensor, "batch response"],
+        ref_log_probs: Float[Tensor, "batch response"],
+        response_mask: Bool[Tensor, "batch response"],
+    ) -> Float[Tensor, "batch response"]:
+        inputs = (log_probs, ref_log_probs, response_mask)
+        value, surrogate = estimator(*inputs).detach(), kl_k2(*inputs)
+        # In this order the value is exact: the surrogate cancels to 0 before it meets the value.
+        return value + (surrogate - surrogate.detach())
+
+    return kl
+
+
+KL_ESTIMATORS: Mapping[str, KLFunction] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "abs": kl_abs,
+    "k1_straight_through": straight_through(kl_k1),
+    "k3_straight_through": straight_through(kl_k3),
+    "abs_straight_through": straight_through(kl_abs),
+}
+"""All of them, by the name that configurations give them."""
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
@@ -191,10 +171,3 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, num_samples: int,
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / horizon)
-
-
-def _with_gradient_of(
-    value: Float[Tensor, "batch response"], surrogate: Float[Tensor, "batch response"]
-) -> Float[Tensor, "batch response"]:
-    # In this order the value is exact: the surrogate cancels to 0 before it meets the value.
-    return value.detach() + (surrogate - surrogate.detach())

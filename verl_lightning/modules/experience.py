@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from verl_lightning.functional import correction
-from verl_lightning.functional import kl as kl_estimators
 from verl_lightning.functional.advantages.groups import num_groups_without_signal
+from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.functional.masking import masked_sum, standardize
 from verl_lightning.functional.rewards import place_sequence_rewards, subtract_kl
 from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
@@ -145,7 +145,7 @@ class ExperienceMaker:
         token_rewards = place_sequence_rewards(verdict.rewards, mask)
         metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
         if self.kl is not None and scored.ref_log_probs is not None:
-            kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scored.log_probs, scored.ref_log_probs, mask)
+            kl = KL_ESTIMATORS[self.kl.estimator](scored.log_probs, scored.ref_log_probs, mask)
             metrics["actor/ref_kl"] = masked_mean(kl, mask)
             if self.kl.place == "reward":
                 token_rewards = subtract_kl(token_rewards, kl, mask, coef=kl_coef)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_lightning.functional import kl as kl_estimators
+from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.functional.normalizer import Aggregation, token_weights
 from verl_lightning.functional.value_loss import clipped_value_loss, value_clip_indicator
 from verl_lightning.metrics import Metric, masked_mean, mean
@@ -85,7 +85,7 @@ class PolicyObjective:
             ratio = torch.where(mask, scores.log_probs.detach() - batch.old_log_probs, 0.0).exp()
             metrics["actor/on_policy_ratio_error"] = Metric("max", (ratio - 1).abs().max())
         if self.kl is not None and batch.ref_log_probs is not None:
-            kl = getattr(kl_estimators, f"kl_{self.kl.estimator}")(scores.log_probs, batch.ref_log_probs, mask)
+            kl = KL_ESTIMATORS[self.kl.estimator](scores.log_probs, batch.ref_log_probs, mask)
             kl_share = self.normalizer(kl, mask)
             metrics["actor/kl_loss"] = self.normalizer.metric(kl_share, mask)
             share = share + self.kl_coef * kl_share

@@ -10,12 +10,7 @@ from verl_lightning.functional.policy_losses.covariance import (
     select_at_random,
     select_top,
 )
-from verl_lightning.functional.policy_losses.dppo import (
-    dppo_kl_is_inside,
-    dppo_kl_loss,
-    dppo_tv_is_inside,
-    dppo_tv_loss,
-)
+from verl_lightning.functional.policy_losses.dppo import dppo_loss, inside_binary_kl, inside_total_variation
 from verl_lightning.functional.policy_losses.dro import dro_loss
 from verl_lightning.functional.policy_losses.geo_mean import geo_mean_loss
 from verl_lightning.functional.policy_losses.gspo import gspo_loss, sequence_log_ratio
@@ -32,13 +27,12 @@ __all__ = [
     "clip_cov_loss",
     "clip_fractions",
     "content_noise",
-    "dppo_kl_is_inside",
-    "dppo_kl_loss",
-    "dppo_tv_is_inside",
-    "dppo_tv_loss",
+    "dppo_loss",
     "dro_loss",
     "geo_mean_loss",
     "gspo_loss",
+    "inside_binary_kl",
+    "inside_total_variation",
     "is_selected",
     "kl_cov_loss",
     "ppo_clip_loss",

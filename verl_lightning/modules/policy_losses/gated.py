@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -120,7 +123,30 @@ class DRO(PolicyLoss):
         return losses.dro_loss(*loss_arguments(log_probs, batch), beta=self.beta), policy_shift(log_probs, batch)
 
 
-class DPPOTV(PolicyLoss):
+class _DPPO(PolicyLoss):
+    """Divergence PPO: a policy gradient inside a trust region."""
+
+    is_inside: ClassVar[Callable[..., Bool[Tensor, "batch response"]]]
+
+    def __init__(self, bound_low: float, bound_high: float, max_ratio: float) -> None:
+        check_not_negative("bound_low", bound_low)
+        check_not_negative("bound_high", bound_high)
+        if max_ratio <= 1:
+            raise ValueError(f"`max_ratio` must be above 1, got {max_ratio}; the paper's is 20.")
+        self.bound_low = bound_low
+        self.bound_high = bound_high
+        self.max_ratio = max_ratio
+
+    def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
+        """The loss, which tokens have left the trust region, and how far the policy has moved."""
+        args = loss_arguments(log_probs, batch)
+        inside = type(self).is_inside(*args, bound_low=self.bound_low, bound_high=self.bound_high)
+        loss = losses.dppo_loss(*args[:3], inside, max_ratio=self.max_ratio)
+        outside = (batch.response_mask & ~inside).to(loss.dtype)
+        return loss, {"actor/pg_clipfrac": outside} | policy_shift(log_probs, batch)
+
+
+class DPPOTV(_DPPO):
     """Divergence PPO with total variation: a token stops teaching once its probability has changed by too much.
 
     Qi et al., 2026, https://arxiv.org/abs/2602.04879
@@ -131,23 +157,13 @@ class DPPOTV(PolicyLoss):
         max_ratio: Cap of the importance ratio, above 1.
     """
 
+    is_inside = staticmethod(losses.inside_total_variation)
+
     def __init__(self, bound_low: float = 0.15, bound_high: float = 0.15, max_ratio: float = 20.0) -> None:
-        _check_trust_region(bound_low, bound_high, max_ratio)
-        self.bound_low = bound_low
-        self.bound_high = bound_high
-        self.max_ratio = max_ratio
-
-    def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
-        """The loss, which tokens have left the trust region, and how far the policy has moved."""
-        args = loss_arguments(log_probs, batch)
-        inside = losses.dppo_tv_is_inside(*args, bound_low=self.bound_low, bound_high=self.bound_high)
-        loss = losses.dppo_tv_loss(
-            *args, bound_low=self.bound_low, bound_high=self.bound_high, max_ratio=self.max_ratio
-        )
-        return loss, _outside(inside, batch) | policy_shift(log_probs, batch)
+        super().__init__(bound_low, bound_high, max_ratio)
 
 
-class DPPOKL(PolicyLoss):
+class DPPOKL(_DPPO):
     """Divergence PPO with binary KL: a token stops teaching once its own probability has diverged too far.
 
     Qi et al., 2026, https://arxiv.org/abs/2602.04879
@@ -158,28 +174,7 @@ class DPPOKL(PolicyLoss):
         max_ratio: Cap of the importance ratio, above 1.
     """
 
+    is_inside = staticmethod(losses.inside_binary_kl)
+
     def __init__(self, bound_low: float = 0.05, bound_high: float = 0.05, max_ratio: float = 20.0) -> None:
-        _check_trust_region(bound_low, bound_high, max_ratio)
-        self.bound_low = bound_low
-        self.bound_high = bound_high
-        self.max_ratio = max_ratio
-
-    def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
-        """The loss, which tokens have left the trust region, and how far the policy has moved."""
-        args = loss_arguments(log_probs, batch)
-        inside = losses.dppo_kl_is_inside(*args, bound_low=self.bound_low, bound_high=self.bound_high)
-        loss = losses.dppo_kl_loss(
-            *args, bound_low=self.bound_low, bound_high=self.bound_high, max_ratio=self.max_ratio
-        )
-        return loss, _outside(inside, batch) | policy_shift(log_probs, batch)
-
-
-def _outside(inside: Bool[Tensor, "batch response"], batch: Experience) -> dict[str, TokenValues]:
-    return {"actor/pg_clipfrac": (batch.response_mask & ~inside).to(batch.old_log_probs.dtype)}
-
-
-def _check_trust_region(bound_low: float, bound_high: float, max_ratio: float) -> None:
-    check_not_negative("bound_low", bound_low)
-    check_not_negative("bound_high", bound_high)
-    if max_ratio <= 1:
-        raise ValueError(f"`max_ratio` must be above 1, got {max_ratio}; the paper's is 20.")
+        super().__init__(bound_low, bound_high, max_ratio)
