@@ -84,6 +84,24 @@ def make_chats(train_file: Path, val_file: Path | None = None, **changes: Any) -
     return ChatDataModule(str(train_file), str(val_file) if val_file else (), **options | changes)
 
 
+def make_settings(folder: Path, prompt_file: Path, **trainer: Any) -> dict[str, Any]:
+    """The same as a configuration file says it: GRPO, with two responses of at most four tokens to each prompt."""
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    model = {
+        "actor": {"path": str(folder), "optim": {"lr": 1e-3}},
+        "reward": {"function": f"{REWARDS}:even_share", "num_workers": 1},
+        "advantage": "GRPO",
+        "update": {"mini_batch_size": 2, "micro_batch_size": 4},
+    }
+    sizes = {"prompts_per_step": 4, "val_batch_size": 4, "max_prompt_length": 32}
+    return {
+        "trainer": quiet | trainer,
+        "model": {"class_path": "PPOModule", "init_args": model},
+        "data": {"class_path": "PromptDataModule", "init_args": {"train_files": str(prompt_file)} | sizes},
+        "rollout": {"class_path": "HFRollout", "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 4}}},
+    }
+
+
 def make_trainer(tmp_path: Path, *callbacks: Callback, **changes: Any) -> Trainer:
     """A quiet trainer of three steps on one CPU process; writes nothing unless asked to."""
     options: dict[str, Any] = {

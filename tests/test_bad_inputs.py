@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from tests.runs import REWARDS
+from tests.runs import make_settings
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.lightning_cli import CLI
 
@@ -19,39 +19,7 @@ from verl_lightning.lightning_cli import CLI
 def config(tiny_folder, prompt_file, tmp_path, monkeypatch):
     """A configuration that trains, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    return {
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-        "model": {
-            "class_path": "PPOModule",
-            "init_args": {
-                "actor": {"path": str(tiny_folder), "optim": {"lr": 1e-3}},
-                "reward": {"function": f"{REWARDS}:even_share", "num_workers": 1},
-                "advantage": "GRPO",
-                "update": {"mini_batch_size": 2, "micro_batch_size": 4},
-            },
-        },
-        "data": {
-            "class_path": "PromptDataModule",
-            "init_args": {
-                "train_files": str(prompt_file),
-                "prompts_per_step": 4,
-                "val_batch_size": 4,
-                "max_prompt_length": 32,
-            },
-        },
-        "rollout": {
-            "class_path": "HFRollout",
-            "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 4}},
-        },
-    }
+    return make_settings(tiny_folder, prompt_file, max_steps=1, logger=False, enable_checkpointing=False)
 
 
 def run(config: dict, *flags: str) -> CLI:

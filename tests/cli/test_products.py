@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from tests.cli.toy import ParsedCLI
-from tests.run_rewards import __file__ as REWARDS
+from tests.runs import make_settings
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_parser
@@ -49,30 +49,8 @@ def test_every_option_is_explained(kind):
 @pytest.fixture
 def ppo_config(folder: Path, tiny_folder: Path, prompt_file: Path) -> Path:
     """Two iterations of GRPO on the tiny model."""
-    config = {
-        "trainer": {"max_steps": 2, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False},
-        "model": {
-            "class_path": "PPOModule",
-            "init_args": {
-                "actor": {"path": str(tiny_folder)},
-                "reward": {"function": f"{REWARDS}:even_share", "num_workers": 1},
-                "advantage": "GRPO",
-                "update": {"mini_batch_size": 2, "micro_batch_size": 4},
-            },
-        },
-        "data": {
-            "class_path": "PromptDataModule",
-            "init_args": {
-                "train_files": str(prompt_file),
-                "prompts_per_step": 4,
-                "val_batch_size": 4,
-                "max_prompt_length": 32,
-            },
-        },
-        "rollout": {"class_path": "HFRollout", "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 4}}},
-    }
     path = folder / "ppo.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(make_settings(tiny_folder, prompt_file, max_steps=2)))
     return path
 
 
