@@ -171,6 +171,20 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tmp_path, capsys, full_ru
         assert message in refusal(capsys, checkpoint, tmp_path / output, *words)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_settings_of_an_older_version_are_read_and_unknown_ones_named(tmp_path, full_run, capsys):
+    text = (full_run[1].parents[1] / "config.yaml").read_text()
+    path = tmp_path / "config.yaml"
+
+    path.write_text(text.replace("activation_checkpointing: none", "gradient_checkpointing: false"))
+    export(full_run[1], tmp_path / "out", "--to", "hf", "--config", str(path))
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+    for wrong, message in [("checkpoint: 3", "this version can't read: Group 'model' does not accept"), ("{", "hold")]:
+        path.write_text(text.replace("activation_checkpointing: none", wrong))
+        assert message in refusal(capsys, full_run[1], tmp_path / "none", "--to", "hf", "--config", str(path))
+
+
 def test_adapters_are_not_merged_into_another_base(tmp_path, lora_run, capsys):
     other = write_tiny_folder(tmp_path / "other", seed=1)
     config = yaml.safe_load((lora_run[1].parents[1] / "config.yaml").read_text())

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, get_loader
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
+from verl_lightning.deprecation import renamed_value
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
@@ -120,8 +122,9 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
         ValueError: If the file is not a run's, or the run had no such model.
     """
     try:
-        settings: dict[str, Any] = get_loader("yaml")(path.read_text())["model"]["init_args"]
-    except (OSError, KeyError, TypeError) as error:
+        written = renamed_value(get_loader("yaml")(path.read_text()), group="")  # an older version may have
+        settings: dict[str, Any] = written["model"]["init_args"]
+    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"`--config {path}` does not hold the settings of a run ({error!r}).") from error
     critic = settings.get("critic")
     critic_model = critic.get("model") if critic else None
@@ -130,7 +133,12 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--model", type=ModelConfig)
     chosen = settings["actor"] if role == "actor" else critic_model
-    config: ModelConfig = parser.instantiate(parser.parse_object({"model": chosen})).model
+    try:
+        config: ModelConfig = parser.instantiate(parser.parse_object({"model": chosen})).model
+    except argparse.ArgumentError as error:
+        raise ValueError(
+            f"`--config {path}` has settings of the {role} that this version can't read: {error}"
+        ) from error
     lora = config.lora and dataclasses.replace(config.lora, adapter_path=None)  # the checkpoint brings the adapter
     head: Head = "policy_and_value" if critic and critic_model is None else "policy"
     config = dataclasses.replace(config, lora=lora, attn_implementation="sdpa", activation_checkpointing="none")
