@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+import torch
 from docstring_parser import Docstring, DocstringStyle
 from docstring_parser import parse as parse_any
 
@@ -16,6 +17,7 @@ from verl_lightning.functional import correction
 from verl_lightning.functional import policy_losses as losses
 from verl_lightning.functional.normalizer import token_weights
 from verl_lightning.modules import advantages, corrections, policy_losses
+from verl_lightning.types import Experience
 
 HERE = Path(__file__).parent
 MATHS = {
@@ -54,14 +56,18 @@ GROUPS = {
     "corrections": ("Rollout corrections", corrections.RolloutCorrection),
 }
 METRICS = {
-    "advantage": "`critic/advantages/{mean,max,min}`, `critic/score/{mean,max,min}`, `critic/rewards/{mean,max,min}`;"
-    " with groups `train/frac_zero_std`; with a critic `critic/{returns,values}/{mean,max,min}`,"
-    " `critic/{vf_loss,vf_clipfrac,vpred_mean,vf_explained_var,grad_norm,lr}`",
-    "policy_loss": "`actor/{pg_loss,ppo_kl,grad_norm,lr,entropy}`, `actor/on_policy_ratio_error`; where it clips,"
-    " `actor/pg_clipfrac`, `actor/pg_clipfrac_lower`",
-    "corrections": "`rollout_corr/{abs_log_prob_gap,kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,"
-    "rejected_frac,effective_sample_size}`",
+    "advantage": ["critic/advantages/{mean,max,min}", "critic/score/{mean,max,min}", "critic/rewards/{mean,max,min}"],
+    "policy_loss": ["actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/entropy", "actor/on_policy_ratio_error"],
+    "corrections": [
+        "rollout_corr/{abs_log_prob_gap,kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,rejected_frac}",
+        "rollout_corr/effective_sample_size",
+    ],
 }
+"""What every method of a slot logs."""
+CRITIC_METRICS = [
+    "critic/{returns,values}/{mean,max,min}",
+    "critic/{vf_loss,vf_clipfrac,vpred_mean,vf_explained_var,grad_norm,lr}",
+]
 
 
 def parse(text: str) -> Docstring:
@@ -103,7 +109,26 @@ def page(slot: str, method: type) -> str:
     parts += ["## Options", options(method), "## Maths"]
     for function in MATHS[name]:
         parts += [f"### `{function.__name__}`", f"```text\n{inspect.getdoc(function)}\n```"]
-    return "\n\n".join([*parts, "## Metrics", METRICS[slot]]) + "\n"
+    return "\n\n".join([*parts, "## Metrics", ", ".join(f"`{name}`" for name in metrics(slot, method))]) + "\n"
+
+
+def metrics(slot: str, method: type) -> list[str]:
+    """What the method logs: a loss is asked, on one token."""
+    own: list[str] = []
+    if issubclass(method, advantages.AdvantageEstimator):
+        own = ["train/frac_zero_std"] * method.needs_groups + CRITIC_METRICS * method.needs_critic
+    if issubclass(method, policy_losses.PolicyLoss):
+        token, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+        batch = Experience(
+            input_ids=mask.long(),
+            attention_mask=mask,
+            response_mask=mask,
+            rollout_log_probs=token,
+            old_log_probs=token,
+            advantages=token,
+        )
+        own = list(method().for_step(token[0], token[0])(token, batch)[1])
+    return METRICS[slot] + own
 
 
 def choice(slot: str, name: str) -> str:
