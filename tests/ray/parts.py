@@ -46,7 +46,9 @@ def wait_for_reports(trainer: Trainer) -> None:
 
 
 class StepMarker(Callback):
-    """Writes a file when a step is over, so that a test knows how far the run is."""
+    """Writes a letter into a file of each step that is over: how far the run is, and whether it did a step twice."""
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        Path(f"step {trainer.global_step}").touch()
+        if trainer.is_global_zero:
+            with Path(f"step {trainer.global_step}").open("a") as marker:
+                marker.write("x")

@@ -17,7 +17,7 @@ from verl_lightning.ray.crew import Crew, share_out
 
 
 class Worker:
-    """Says who it is; the successor of a dead one takes a minute to be ready.
+    """Says who it is; the successor of a dead one is not ready before the test wants it.
 
     Args:
         folder: Where each leaves its name.
@@ -27,8 +27,8 @@ class Worker:
         self._folder = folder
 
     def ready(self) -> None:
-        if (self._folder / "killed").exists():
-            time.sleep(60)
+        while (self._folder / "killed").exists() and not (self._folder / "over").exists():
+            time.sleep(0.1)
         (self._folder / str(os.getpid())).touch()
 
     def work(self, kills: bool, fails: bool = False) -> int:
@@ -63,19 +63,19 @@ def test_the_actor_with_the_least_cost_outstanding_is_asked():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it would wait for the successor without end
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_a_request_goes_to_the_living_while_the_dead_is_replaced(joined_cluster, tmp_path):
     demand = Demand(option="workers", count=2, cpus=1.0)
     actors = start_actors(Worker, demand, tmp_path)
     await_actors(actors, demand)
     first, second = sorted(int(path.name) for path in tmp_path.iterdir())
-    start = time.monotonic()
 
     answers = share_out(actors, [1.0] * 8, lambda actor, index: actor.work.remote(index == 1))
 
-    assert time.monotonic() - start < 30
     assert (tmp_path / "killed").exists()
     assert answers[1] in (first, second)
+    (tmp_path / "over").touch()
     with pytest.raises(ValueError, match="not mine"):
         share_out(actors, [1.0] * 3, lambda actor, index: actor.work.remote(False, fails=True))
     stop_actors(actors)
