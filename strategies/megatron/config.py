@@ -77,7 +77,8 @@ class DataParallelConfig:
     """Add up and reduce gradients in float32, whatever the weights' type."""
 
     bucket_size: int | None = None
-    """Most weights reduced together; null takes Megatron's own, which grows with the ranks."""
+    """Most weights reduced together, with ``overlap_grad_reduce``; null takes Megatron's own, which grows with the
+    ranks."""
 
     overrides: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's `DistributedDataParallelConfig`, by name."""
@@ -85,6 +86,11 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"`megatron.ddp.bucket_size` must be at least 1, got {self.bucket_size}.")
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                f"`megatron.ddp.bucket_size: {self.bucket_size}` has no effect without"
+                " `megatron.ddp.overlap_grad_reduce`: all gradients are reduced at once. Set that, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,7 @@ class TransformerOptions:
     """Layers between two kept activations where ``recompute`` is ``full``."""
 
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention of TransformerEngine; ``local`` is Megatron's own."""
+    """Attention of TransformerEngine; ``local`` is Megatron's own, with ``use_transformer_engine: false``."""
 
     use_transformer_engine: bool | None = None
     """Whether layers are TransformerEngine's; null uses it where it is installed."""

@@ -67,7 +67,8 @@ class ModelSettings:
         """Whether layers are TransformerEngine's.
 
         Raises:
-            MisconfigurationException: If it is asked for but missing, or needed but left out.
+            MisconfigurationException: If it is asked for but missing, or needed but left out, or has not the attention
+                that is asked for.
         """
         wanted, has = self.transformer.use_transformer_engine, has_transformer_engine()
         if wanted and not has:
@@ -79,6 +80,13 @@ class ModelSettings:
             raise MisconfigurationException(
                 f"`megatron.context_parallel_size: {self.sizes.context}` needs TransformerEngine's attention, which is"
                 " not used. Install `transformer-engine`, or leave the option out."
+            )
+        backend = self.transformer.attention_backend
+        if backend != "auto" and (backend == "local") == uses:
+            raise MisconfigurationException(
+                f"`megatron.transformer.attention_backend: {backend}` is not of"
+                f" {'TransformerEngine' if uses else 'Megatron'}'s layers, which are used. Leave it out, or set"
+                f" `megatron.transformer.use_transformer_engine: {str(not uses).lower()}`."
             )
         return uses
 

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import sys
 import types
 import warnings
@@ -41,14 +42,12 @@ def import_megatron() -> None:
         if not version.startswith(prefix):
             raise MisconfigurationException(
                 f"`trainer.strategy: megatron` needs `{package}` {prefix}x on Python 3.12, found {version}."
-                " Install what `requirements/megatron-cpu.txt` lists, or choose `fsdp`."
+                " Install it as `docs/megatron.md` says, or choose `fsdp`."
             )
     has_te = has_transformer_engine()
-    with warnings.catch_warnings(), _quiet_logs():
-        warnings.simplefilter("ignore")
-        if has_te:
-            pass
-        else:
+    if not has_te:
+        with warnings.catch_warnings(), _quiet_logs():
+            warnings.simplefilter("ignore")
             _import_bridge_without_transformer_engine()
     rank_zero_info(f"Megatron-Core computes {'with' if has_te else 'without'} TransformerEngine.")
 
@@ -125,7 +124,7 @@ def start_model_parallel(sizes: ParallelSizes, *, seed: int, timeout: timedelta)
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
-        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),
     )
     model_parallel_cuda_manual_seed(seed)
 

@@ -42,6 +42,8 @@ def test_options_without_effect_are_refused():
         TransformerOptions(recompute_num_layers=2)
     with pytest.raises(ValueError, match="`megatron.ddp.bucket_size` must be at least 1"):
         DataParallelConfig(bucket_size=0)
+    with pytest.raises(ValueError, match="`megatron.ddp.bucket_size: 9` has no effect without `megatron.ddp.overlap_g"):
+        DataParallelConfig(bucket_size=9)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,15 @@ def test_contexts_need_transformer_engine_and_shared_columns_do_not():
     assert not local.uses_transformer_engine
     with pytest.raises(MisconfigurationException, match="`megatron.context_parallel_size: 2` needs TransformerEngine"):
         assert dataclasses.replace(local, sizes=ParallelSizes(context=2)).uses_transformer_engine
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_attention_of_layers_that_are_not_used_is_refused(backend):
+    options = TransformerOptions(attention_backend=backend, use_transformer_engine=False)
+    with pytest.raises(MisconfigurationException, match=f"`megatron.transformer.attention_backend: {backend}` is not"):
+        assert model_settings(options).uses_transformer_engine
+    local = TransformerOptions(attention_backend="local", use_transformer_engine=False)
+    assert not model_settings(local).uses_transformer_engine
 
 
 def test_an_unknown_precision_is_refused():
