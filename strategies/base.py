@@ -45,6 +45,7 @@ class PostTrainingStrategy:
     Those marked *collective* must be called by every rank, in the same order.
     """
 
+    adamw: type[torch.optim.AdamW] = torch.optim.AdamW
     lightning_module: LightningModule | None
     precision_plugin: Precision
     root_device: torch.device
@@ -62,7 +63,7 @@ class PostTrainingStrategy:
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
+        optimizer = self.adamw(
             parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
         optimizer.register_step_post_hook(forget_gradient_scale)

@@ -44,6 +44,7 @@ from verl_lightning.strategies.fsdp_shard import (
     receive_weights,
     shard,
 )
+from verl_lightning.strategies.local_adamw import LocalAdamW
 from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
@@ -81,6 +82,8 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
     """
+
+    adamw = LocalAdamW
 
     def __init__(
         self,
