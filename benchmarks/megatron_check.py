@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import math
 import sys
@@ -321,8 +322,8 @@ def check_layouts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of each strategy that fits the devices."""
-    model = Path(tempfile.gettempdir()) / "qwen3-0.6b-random"
-    write_model(model)
+    model = Path(tempfile.gettempdir()) / ("qwen3-tiny-random" if arguments.tiny else "qwen3-0.6b-random")
+    write_model(model, is_tiny=arguments.tiny)
     results: dict[str, Any] = {}
     for index, (name, (strategy, options)) in enumerate(SPEED.items()):
         if arguments.devices > 1 or "2" not in name:
@@ -340,6 +341,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts with this in their names")
     parser.add_argument("--skip", choices=["check", "speed"], nargs="*", default=[])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence, for speed")
+    parser.add_argument("--tiny", action="store_true", help="measure a tiny model's speed, to see that all of it runs")
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one case, its start left out")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -352,7 +354,8 @@ def main() -> None:
         run_child(arguments)
         return
     arguments.work = Path(tempfile.mkdtemp(prefix="megatron-check-", dir=arguments.work))
-    packages = ("torch", "megatron-core", "megatron-bridge", "transformers", "lightning")
+    packages = ["torch", "megatron-core", "megatron-bridge", "transformers", "lightning"]
+    packages += ["transformer-engine"] if importlib.util.find_spec("transformer_engine") else []
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "devices": arguments.devices,
