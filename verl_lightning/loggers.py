@@ -6,6 +6,7 @@ import csv
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class ResumableCSVLogger(CSVLogger):
     def experiment(self) -> ExperimentWriter:
         if isinstance(self._experiment, ExperimentWriter):
             return self._experiment
+        self._take_folder()
         path = Path(self.log_dir, ExperimentWriter.NAME_METRICS_FILE)
         self._old_rows = read_rows(path)
         with warnings.catch_warnings():
@@ -84,6 +86,19 @@ class ResumableCSVLogger(CSVLogger):
         if self._old_rows:
             writer.metrics_keys = write_rows(path, self._old_rows)
         return writer
+
+    def _take_folder(self) -> None:
+        """Make the next free folder this run's own, also while other runs look for one.
+
+        Calls a private method of Lightning 2.6's `CSVLogger`, which looks for the number.
+        """
+        while self._version is None:
+            number = self._get_next_version()
+            folder = Path(self.root_dir, f"version_{number}")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # another run was faster
+                folder.mkdir()
+                self._version = number
 
     @override
     @rank_zero_only

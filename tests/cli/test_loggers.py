@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -55,6 +57,24 @@ def test_torn_row_is_left_out(killed, torn):
     with (killed / "metrics.csv").open("a") as file:
         file.write(torn)
     assert [row["step"] for row in read_rows(killed / "metrics.csv")] == ["0", "1", "1", "2"]
+
+
+def test_runs_that_start_at_the_same_time_have_folders_of_their_own(folder):
+    """Else they would write into each other's metrics and checkpoints; here both see that folder 0 is free."""
+    together = Barrier(2)
+
+    class Slow(ResumableCSVLogger):
+        def _get_next_version(self) -> int:
+            number = super()._get_next_version()
+            if number == 0:
+                together.wait(10)
+            return number
+
+    loggers = [Slow(), Slow()]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda logger: log(logger, ({"a": 1.0}, 0)), loggers))
+
+    assert {logger.version for logger in loggers} == {0, 1}
 
 
 def test_newest_run_is_the_one_with_the_highest_number(folder):
