@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -80,8 +81,10 @@ def connect_like(address: str) -> None:
 
     if not ray.is_initialized():
         # Not by its address, with which Ray 2.60 would not show its token to a cluster that asks for one.
-        ray.init(address="auto")
-    if (found := ray.get_runtime_context().gcs_address) != address:
+        with contextlib.suppress(ConnectionError):
+            ray.init(address="auto")
+    found = ray.get_runtime_context().gcs_address if ray.is_initialized() else "no place"
+    if found != address:
         raise ConnectionError(
             f"Ray's cluster on this machine is at {found}, but the run's first process is in the one at {address}."
             " Join all machines by `ray start`, or start the run by `verl-fit ray`."
