@@ -46,6 +46,8 @@ class PostTrainingStrategy:
     """
 
     adamw: type[torch.optim.AdamW] = torch.optim.AdamW
+    """Which AdamW `make_optimizer` makes."""
+
     lightning_module: LightningModule | None
     precision_plugin: Precision
     root_device: torch.device

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, GptOssConfig
 
 from tests.models.packed_models import SHAPE, SLIDING, learn, make_backbone, make_batch
 from tests.runs import make_model_config
@@ -109,6 +109,21 @@ def test_what_lies_where():
     assert packed.predictors.tolist() == [0, 1, 4]
     assert packed.unpack(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
     assert batch.known_lengths() == (RowLength(3, 2, 1, 2), RowLength(3, 1, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(**SHAPE, layer_types=["full_attention"] * 2), "capped attention scores .`softcap`."),
+        (GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1), "attention sinks .`s_aux`."),
+    ],
+)
+def test_scores_are_not_changed_in_silence(config, message):
+    """Padded or packed: torch's kernels would leave out a cap and sinks."""
+    backbone = AutoModelForCausalLM.from_config(config, attn_implementation=VARLEN)
+    for packs in (False, True):
+        with pytest.raises(ValueError, match=f"{message}.*`attn_implementation: flex_attention` or `eager`"):
+            TokenScorer(backbone, None, "policy", packs=packs)(make_batch())
 
 
 def test_lengths_follow_their_rows():

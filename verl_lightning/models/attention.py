@@ -7,7 +7,7 @@ reads where sequences begin from ``cu_seq_lens_q``, which a packed batch carries
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -33,6 +33,8 @@ _sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]  # type
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Torch 2.12 and later want to be told of fewer key heads than query heads; 2.11 takes them unasked."""
+
+_SCORE_CHANGES = {"softcap": "capped attention scores", "s_aux": "attention sinks"}
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -104,7 +106,11 @@ def varlen_attention(
 
     Returns:
         ``[batch, sequence, heads, dim]``, and no attention weights.
+
+    Raises:
+        ValueError: If the model changes its scores by what these kernels don't know.
     """
+    check_scores(module, others)
     if cu_seq_lens_q is None or max_length_q is None:
         options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window} | others
         return _sdpa(module, query, key, value, attention_mask, **options)
@@ -114,6 +120,20 @@ def varlen_attention(
         query, key, value = sequence_part.exchange_for_heads(query, key, value)
     output = _packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     return output if sequence_part is None else sequence_part.exchange_for_tokens(output), None
+
+
+def check_scores(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse to leave out what a layer changes its attention scores by: a cap, or sinks beside the tokens.
+
+    Raises:
+        ValueError: With what to set.
+    """
+    for name, what in _SCORE_CHANGES.items():
+        if options.get(name) is not None:
+            raise ValueError(
+                f"`{type(module).__name__}` has {what} (`{name}`), which the `{VARLEN}` kernel (`auto` on GPUs) leaves"
+                " out. Set the model's `attn_implementation: flex_attention` or `eager`."
+            )
 
 
 def block_diagonal_mask(
