@@ -19,7 +19,7 @@ SIZES = {"prompts": 8, "samples": 4, "prompt-length": 16, "response-length": 16,
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_rows_are_compared_with_the_colocated_one(tmp_path):
     words = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    words += ["--object-store", "200000000", "--row-seconds", "300", "--folder", str(tmp_path / "runs")]
+    words += ["--object-store", "200000000", "--row-seconds", "600", "--folder", str(tmp_path / "runs")]
     command = [sys.executable, str(SCRIPT), "--cards", "2", "--tiny", *words, "--out", str(tmp_path / "out.json")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
 
