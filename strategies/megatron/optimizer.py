@@ -95,7 +95,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         parts = self.inner.chained_optimizers
         states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
         pairs = [(part, own) for part, own in zip(parts, states, strict=True) if part.optimizer is not None]
-        fits = torch.tensor(all(_has_order_of(part, own) for part, own in pairs), device=torch.cuda.current_device())
+        fits = torch.tensor(int(all(_has_order_of(*pair) for pair in pairs)), device=torch.cuda.current_device())
         dist.all_reduce(fits, dist.ReduceOp.MIN)
         if not fits:
             raise ValueError(
