@@ -90,10 +90,18 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Take a state that a checkpoint held for `inner`. Collective.
 
         Raises:
-            ValueError: If its tensors do not lie where the weights say.
+            ValueError: If its tensors do not lie where the weights say, or other ranks shared experts.
         """
         parts = self.inner.chained_optimizers
         states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+        # Experts have an optimizer of their own where they are spread, so that settings lie under other numbers.
+        if any("param_state" in own and "optimizer" not in own for own in states):
+            raise ValueError(
+                "`ckpt_path` was written with experts spread in another way than here: AdamW's state of all weights in"
+                f" {'one part' if len(parts) > 1 else 'several parts'} is not that in {len(parts)}. Go on with its"
+                " `megatron.expert_parallel_size` and `tensor_parallel_size`, or make a folder of its weights with"
+                " `verl-export` and start from that by `path`."
+            )
         pairs = [(part, own) for part, own in zip(parts, states, strict=True) if part.optimizer is not None]
         fits = torch.tensor(int(all(_has_order_of(*pair) for pair in pairs)), device=torch.cuda.current_device())
         dist.all_reduce(fits, dist.ReduceOp.MIN)
