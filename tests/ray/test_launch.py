@@ -82,6 +82,13 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
+def assert_same_metrics(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> None:
+    """But for last bits: on some machines an engine's log-probs depend on its batch."""
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        left, right = ({name: float(value) for name, value in row.items()} for row in (our_row, their_row))
+        assert left == pytest.approx(right, rel=1e-4, abs=1e-5)
+
+
 def test_a_killed_worker_is_named_and_all_start_again(stopped):
     folder, output = stopped
 
@@ -118,7 +125,7 @@ def test_it_goes_on_with_the_losses_of_two_processes_and_ctrl_c_leaves_nothing(
     while (left := processes_in(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
-    assert read_metrics(folder / "runs/version_0")[: len(expected)] == expected
+    assert_same_metrics(read_metrics(folder / "runs/version_0")[: len(expected)], expected)
     assert not steps_done_twice(folder)
 
 
@@ -129,7 +136,7 @@ def test_processes_without_rays_launcher_share_engines_too(cluster_address, runs
 
     finish(start(folder, *words), folder)
 
-    assert read_metrics(folder / "runs/version_0") == expected
+    assert_same_metrics(read_metrics(folder / "runs/version_0"), expected)
 
 
 def test_a_users_mistake_is_told_once(cluster_address, runs):
