@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ class WatchedCLI(RecordedCLI):
 def command(folder: Path, task: str, strategy: str, *more: Any) -> list[str]:
     """What follows `verl-fit`: a shipped file, the tiny model's settings, and a strategy."""
     own = folder / f"{strategy}-{task}.yaml"
-    own.write_text(CALLBACKS.replace("DIR", str(folder / f"{strategy} {task}")))
+    draft = own.with_suffix(f".{os.getpid()}")  # every rank writes the same, and none may read half of it
+    draft.write_text(CALLBACKS.replace("DIR", str(folder / f"{strategy} {task}")))
+    draft.replace(own)
     words = ["--config", task, "--config", str(own), *TINY.split(), *(CHATS if task == "sft" else PROMPTS).split()]
     words += ["--trainer.fast_dev_run", "false", "--trainer.max_steps", str(STEPS), "--trainer.devices", "2"]
     words += ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--model.actor.optim.lr", "1e-3"]
