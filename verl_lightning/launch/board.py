@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lightning.ray.actors import on_this_node
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -92,10 +94,8 @@ class Board:
 
 
 def make_board() -> Any:
-    """Starts the actor, which needs no resources of its own, on this node: it must not die before its driver does."""
+    """Starts the actor, which needs no resources of its own, on the driver's node."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(num_cpus=0)(Board)
-    return remote.options(scheduling_strategy=here).remote()
+    return remote.options(scheduling_strategy=on_this_node()).remote()

@@ -42,6 +42,14 @@ class Home:
         sys.path.extend(path for path in self.sys_path if path not in sys.path)
 
 
+def on_this_node() -> Any:
+    """Scheduling of an actor that must not die before its caller does: beside it, or nowhere."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
     """Starts one actor for each bundle of a demand; `await_actors` says when they are ready.
 

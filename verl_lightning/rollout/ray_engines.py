@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_actors, take_answer
+from verl_lightning.ray.actors import Home, await_actors, on_this_node, start_actors, stop_actors, take_answer
 from verl_lightning.ray.cluster import Demand, connect_like
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
@@ -127,17 +127,14 @@ class RayEngines:
     def _start_actors(self) -> tuple[str, str]:
         """Starts the replicas and their dispatcher; gives its name, and the address of the cluster."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
         self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, Home.here())
-        context = ray.get_runtime_context()
         options: dict[str, Any] = {
             "name": f"dispatcher-{uuid.uuid4().hex}",
             "namespace": _NAMESPACE,
-            # It must not die before we do.
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+            "scheduling_strategy": on_this_node(),
         }
         remote: Any = ray.remote(num_cpus=0)(Dispatcher)
         self._dispatcher = remote.options(**options).remote(self._actors, self.caller.count, self.pad_token_id)
-        return options["name"], context.gcs_address
+        return options["name"], ray.get_runtime_context().gcs_address
