@@ -7,8 +7,9 @@
     python benchmarks/vllm_rollout.py --beside-gpus 1 --transfer nccl --sync-only     # an engine on a card of its own
     python benchmarks/vllm_rollout.py --trl gpu_trl_bench.py                          # TRL's trainer first, then ours
 
-The model has random weights in the shape of Qwen2-0.5B (or of a 7B with ``--shape 7b``), its tokenizer is made here,
-and nothing is downloaded. Sizes are those of `gpu_trl_bench.py`, which measures TRL's GRPOTrainer: compare on one card.
+The model has random weights in the shape of Qwen2-0.5B (or of a 7B with ``--shape 7b``) and a tokenizer made here,
+unless ``--model`` and ``--prompt-file`` name a trained one and its prompts; nothing is downloaded. Sizes are those of
+`gpu_trl_bench.py`, which measures TRL's GRPOTrainer: compare on one card.
 
 * ``step``: median seconds of an iteration inside `Trainer.fit`, and of its phases (``timing_s/*``);
 * ``engine``: response tokens per second of our engine's `generate`, and of vLLM's own `LLM.generate` with the same
@@ -78,7 +79,9 @@ def write_model(folder: Path, shape: str) -> None:
         vocabulary, [], pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token=None, padding_side="left"
     )
     tokenizer.chat_template = TEMPLATE
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # seven billion random numbers take a while
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -231,11 +234,7 @@ def compare_with_trl(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """One fit."""
-    shape = "tiny" if arguments.tiny else arguments.shape
-    folder = arguments.folder / shape
-    write_model(folder, shape)
-    prompts = arguments.folder / f"prompts-{shape}.jsonl"
-    write_prompts(prompts, arguments.prompts * (arguments.steps + 1), arguments.prompt_length)
+    folder, prompts = given_or_made(arguments)
     sampling = SamplingConfig(num_samples=arguments.samples, max_new_tokens=arguments.response_length)
     beside = arguments.beside_gpus
     rollout = VLLMRollout(
@@ -289,6 +288,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return about(meter, arguments) | report(meter, arguments)
 
 
+def given_or_made(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The folder of the model and the file of the prompts.
+
+    Raises:
+        SystemExit: If one is given without the other: made prompts are of bytes, which a real tokenizer joins.
+    """
+    if (arguments.model is None) != (arguments.prompt_file is None):
+        raise SystemExit("`--model` and `--prompt-file` need each other.")
+    if arguments.model is not None:
+        return arguments.model, arguments.prompt_file
+    shape = "tiny" if arguments.tiny else arguments.shape
+    folder, prompts = arguments.folder / shape, arguments.folder / f"prompts-{shape}.jsonl"
+    write_model(folder, shape)
+    write_prompts(prompts, arguments.prompts * (arguments.steps + 1), arguments.prompt_length)
+    return folder, prompts
+
+
 def about(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
     """Where this was measured, and what is measured without training."""
     cuda = torch.cuda.is_available()
@@ -296,7 +312,7 @@ def about(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
-        "shape": "tiny" if arguments.tiny else arguments.shape,
+        "model": str(arguments.model or ("tiny" if arguments.tiny else arguments.shape)),
         "sync": {name: round(value, 4) for name, value in meter.sync.items()},
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
     }
@@ -326,6 +342,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/vllm-bench"), help="for the model and the prompts")
     parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
     parser.add_argument("--tiny", action="store_true", help="a small model, eager")
+    parser.add_argument("--model", type=Path, help="folder of a trained one, to sample as real runs do")
+    parser.add_argument("--prompt-file", type=Path, help="JSON lines in verl's schema, for `--model`")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="fsdp")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share an engine")
     parser.add_argument("--beside-gpus", type=int, nargs="*", help="of engines beside the trainer; none: on the CPU")
