@@ -103,7 +103,9 @@ def write_model(folder: Path, *, is_tiny: bool = False) -> None:
         rope_theta=1e6,
     )
     draft = folder.with_name(f".{folder.name}")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(draft)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(draft)
     draft.rename(folder)
 
 
