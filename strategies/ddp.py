@@ -85,7 +85,6 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         self._roles.clear()
-        self.host_groups.close()
         super().teardown()
 
     def _wrapped(self, model: nn.Module) -> DistributedDataParallel:

@@ -336,7 +336,6 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         self._trained.clear()
-        self.host_groups.close()
         saves, self._saves = self._saves, None
         try:
             if saves is not None:

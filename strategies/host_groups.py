@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+_Made = dict[tuple[timedelta, tuple[int, ...]], dist.ProcessGroup]
+
+_MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+"""All such groups of this process, by the world they belong to. They live as long as it does: torch names a group that
+only its members make by its ranks, and one of the same name would read the addresses that a closed one left behind."""
 
 
 class HostGroups:
@@ -18,20 +25,16 @@ class HostGroups:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The ranks of a group, None being the world. Collective among them when it is first asked for."""
+        """The ranks of a group, None being the world. Collective among them when a process first asks for them."""
         if dist.get_backend(group) == "gloo":
             return group
+        assert dist.group.WORLD is not None
+        made = _MADE.setdefault(dist.group.WORLD, {})
         ranks = tuple(dist.get_process_group_ranks(group))
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
+        if (self._timeout, ranks) not in made:
+            made[self._timeout, ranks] = dist.new_group(
                 list(ranks), timeout=self._timeout, backend="gloo", use_local_synchronization=True
             )
-        return self._groups[ranks]
-
-    def close(self) -> None:
-        """Give them back; they are made again when they are asked for."""
-        while self._groups:
-            dist.destroy_process_group(self._groups.popitem()[1])
+        return made[self._timeout, ranks]

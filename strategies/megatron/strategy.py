@@ -372,7 +372,6 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         self._trained.clear()
-        self.host_groups.close()
         super().teardown()
         self.stop_model_parallel_group()
         stop_model_parallel()

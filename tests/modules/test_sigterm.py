@@ -47,7 +47,7 @@ def hosts_of():
         dist.all_gather_object(values, (rank, os.getpid()), group=group)
     backends = {dist.get_backend(group) for group in groups}
     is_same = groups[0] is groups[2] is not groups[1] and hosts.of(groups[1]) is groups[1]
-    hosts.close()
+    is_same &= HostGroups(timeout=30).of(None) is groups[0]  # made anew, it would find the first one's addresses
     return [[each for each, _ in values] for values in told], backends, is_same
 
 
