@@ -54,7 +54,8 @@ SHAPES = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+           "initializer_range": 0.01},  # at twice the width, logits as far apart as those of the smaller one
     "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
 }  # fmt: skip
@@ -241,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         sampling=sampling,
         val_sampling=sampling,
         gpu_memory_utilization=arguments.gpu_memory_utilization or None,
-        enforce_eager=arguments.tiny,
+        enforce_eager=arguments.tiny or arguments.sync_only,
         tensor_parallel_size=arguments.tensor_parallel_size,
         speculation=None if arguments.speculate is None else SpeculationConfig(method=arguments.speculate),
         beside=None if beside is None else BesideConfig(gpus=beside, transfer=arguments.transfer),

@@ -164,6 +164,20 @@ def test_attention_is_that_of_each_sequence_alone(lengths):
         start += length
 
 
+def test_autocast_reaches_attention(monkeypatch):
+    """Rotation leaves float32, which torch's variable-length kernel does not take."""
+    kinds = []
+    monkeypatch.setattr("verl_lightning.models.attention.block_diagonal_mask", lambda *_, **__: None)
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, *_, **__: kinds.append({q.dtype, k.dtype, v.dtype}) or q
+    )
+    states, bounds = torch.randn(1, 2, 5, 4), torch.tensor([0, 2, 5])
+    for is_on in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            varlen_attention(torch.nn.Identity(), states, states, states, None, cu_seq_lens_q=bounds, max_length_q=3)
+    assert kinds == [{torch.bfloat16}, {torch.float32}]
+
+
 def test_generation_with_our_attention_is_that_of_sdpa():
     """Padded prompts and a cache."""
     tokens = [

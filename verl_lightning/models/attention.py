@@ -163,6 +163,8 @@ def _packed_attention(
     sliding_window: int | None,
 ) -> Tensor:
     """By the fastest kernel for these lengths, this type and this device."""
+    if torch.is_autocast_enabled(query.device.type):  # which knows no variable-length kernel; rotation makes float32
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     count, sequence = cu_seq_lens.shape[0] - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_length else None
     if window is None and max_length * count == sequence:
