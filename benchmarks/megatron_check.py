@@ -242,7 +242,7 @@ def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, 
         "tokens_per_second": round(rate, 1),
         "bare_tokens_per_second": round(rows * length / timer.bare_seconds, 1),
         "mfu": round(rate * per_token / devices / PEAK_FLOPS, 4),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
+        "peak_gib": timer.peak_gib,
         "loss": round(timer.loss, 4),
     }
 
