@@ -51,7 +51,8 @@ class VLLMRollout(OneStepOffRollout):
             GPU that the engine has for itself. Ignored on CPUs.
         enforce_eager: Do without CUDA graphs and compilation: starts in seconds, samples slower.
         sleeps: Whether the engine gives its GPU memory back while the policy learns.
-        canary_limit: Largest gap, in nats per token. In bfloat16 a healthy gap is about 0.01, in float32 below 0.0001.
+        canary_limit: Largest gap, in nats per token. A healthy gap is below 0.0001 in float32, and in bfloat16 about
+            0.01, or several times that for models with sharp scores; raise the limit for one whose sync is known good.
         deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
         tensor_parallel_size: Training processes that share one engine, for models that don't fit on one GPU; it must
             divide their number.
@@ -389,5 +390,6 @@ def gap_message(gap: float, limit: float, step: int) -> str:
         f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
         " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
         " compute in different types (`trainer.precision`, `actor.dtype`). If `rollout: HFRollout` trains well from"
-        " here, the sync is broken; if the gap grew slowly, raise the limit or compute in float32."
+        " here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
+        " bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
     )
