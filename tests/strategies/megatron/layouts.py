@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.callbacks.test_profiler import train
 from tests.strategies.conformance import Bench, write_inputs
+from tests.strategies.megatron.training_checks import fit_sft
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.strategies import MegatronStrategy
@@ -66,6 +70,33 @@ def profiles(bench: Bench) -> None:
         profiler = ProfilerCallback(steps=[2], ranks=[1], folder=str(folder))
         strategy = MegatronStrategy(**bench.options)
         train(task, folder, bench.folder / "model", file, profiler, strategy=strategy, devices=bench.devices)
+
+
+def resume(bench: Bench) -> dict[str, Any]:
+    """A training of four steps, and one that goes on from what it saved after two."""
+    folder = bench.folder / "resumed"
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    whole = fit_sft(bench, saver, enable_checkpointing=True)
+    return {"whole": whole, "rest": fit_sft(bench, ckpt_path=folder / "step=2.ckpt")}
+
+
+def gather_experts(bench: Bench) -> str:
+    """Why a run whose ranks hold all experts can't go on from one that had spread them."""
+    whole = dataclasses.replace(bench, options=bench.options | {"expert_parallel_size": 1})
+    try:
+        fit_sft(whole, ckpt_path=bench.folder / "resumed" / "step=2.ckpt")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+MORE: dict[str, tuple[Layout, Callable[[Bench], Any]]] = {
+    "profiles": (Layout(options=STAGES), profiles),
+    "resume, virtual pipeline": (LAYOUTS["virtual pipeline"], resume),
+    "resume, expert parallel": (LAYOUTS["expert parallel"], resume),
+    "gather experts": (LAYOUTS["expert parallel"], gather_experts),
+}
+"""What runs after the scenarios."""
 
 
 def write_kinds(folder: Path) -> None:

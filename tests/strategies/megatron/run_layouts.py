@@ -18,26 +18,25 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.strategies.conformance import Bench, run_scenarios
 from tests.strategies.megatron.cpu import pretend_cuda
-from tests.strategies.megatron.layouts import LAYOUTS, STAGES, Layout, profiles
+from tests.strategies.megatron.layouts import LAYOUTS, MORE
 
 
 def main() -> None:
-    """Runs the layouts, and two stages' traces; rank 0 saves what they returned, after each."""
+    """Runs the layouts, then the rest; rank 0 saves what they returned, after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", default=[*LAYOUTS, "profiles"])
+    parser.add_argument("layouts", nargs="*", default=[*LAYOUTS, *MORE])
     parser.add_argument("--folder", type=Path, required=True, help="models and data, by `layouts.write_kinds`")
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pretend_cuda()
     results: dict[str, Any] = {}
-    more = {"profiles": profiles}
     for name in arguments.layouts:
-        layout = LAYOUTS.get(name, Layout(options=STAGES))
+        layout, run = MORE.get(name, (LAYOUTS.get(name), None))
         sys.stderr.write(f"layout: {name}\n")
         options = {"timeout": 600.0} | layout.options
         bench = Bench(strategy="megatron", devices=2, folder=arguments.folder / layout.kind, options=options)
-        results[name] = more[name](bench) if name in more else dict(run_scenarios(bench, layout.scenarios))
+        results[name] = dict(run_scenarios(bench, layout.scenarios)) if run is None else run(bench)
         results.setdefault("threads", []).append(len(os.listdir("/proc/self/task")))
         if os.environ.get("LOCAL_RANK", "0") == "0":
             torch.save(results, arguments.out)

@@ -93,6 +93,20 @@ def test_an_infinite_gradient_is_skipped_and_counted(runs, layout):
     assert moved == [True, False, True]
 
 
+@pytest.mark.parametrize("layout", ["virtual pipeline", "expert parallel"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(runs, layout):
+    whole, rest = (runs.actual[f"resume, {layout}"][name] for name in ("whole", "rest"))
+    assert rest["steps"][1:] == whole["steps"][5:]  # a batch later, when the first step after the resumption is told
+    assert len(rest["steps"]) == 4
+    assert rest["global_step"] == whole["global_step"] == 4
+    torch.testing.assert_close(rest["end"], whole["end"], rtol=0, atol=0)
+
+
+def test_experts_that_were_spread_are_not_gathered_in_silence(runs):
+    assert "experts spread in another way" in runs.actual["gather experts"]
+    assert "`megatron.expert_parallel_size`" in runs.actual["gather experts"]
+
+
 @pytest.mark.parametrize("task", ["ppo", "sft"])
 def test_traces_hold_every_phase_of_the_chosen_step_and_rank(runs, task):
     out = runs.folder / "dense" / "profiles" / task
