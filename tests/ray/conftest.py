@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+SIZE = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
+"""Of a node."""
+
 
 @pytest.fixture(scope="session")
 def cluster_address() -> Iterator[str]:
@@ -26,23 +29,22 @@ def joined_cluster(cluster_address: str) -> Iterator[None]:
     ray.shutdown()
 
 
-def start_cluster(attempts: int = 3) -> Any:
+def start_cluster(attempts: int = 3, *, head_cpus: int = 5) -> Any:
     """Starts it, again if the machine is so busy that Ray's own 30 seconds do not do."""
     from ray.cluster_utils import Cluster
 
-    size = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
     # Ray's own processes get little of a busy machine, since it starts them with the niceness 15; and when others have
     # filled the machine's memory, Ray kills workers.
     system = {"worker_niceness": 0, "memory_monitor_refresh_ms": 0}
     head = {"include_dashboard": False, "_system_config": system}
     cluster = Cluster()
     try:
-        cluster.add_node(**size, **head)
-        cluster.add_node(**size, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
+        cluster.add_node(**SIZE | {"num_cpus": head_cpus}, **head)
+        cluster.add_node(**SIZE, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
         cluster.wait_for_nodes()
     except Exception:
         cluster.shutdown()
         if attempts == 1:
             raise
-        return start_cluster(attempts - 1)
+        return start_cluster(attempts - 1, head_cpus=head_cpus)
     return cluster
