@@ -197,7 +197,7 @@ def summarize(
         ratio=round(update / log_prob, 2),
         update_mfu=round(flops / update / PEAK_FLOPS, 4),
         log_prob_mfu=round(flops / 3 / log_prob / PEAK_FLOPS, 4),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else 0.0,
+        peak_gib=round(module.clock.peak_memory() / 2**30, 2),
         micro_batches=timer.num_micro_batches,
     )
 

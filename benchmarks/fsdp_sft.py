@@ -67,7 +67,7 @@ class Result:
     """Inside `Trainer.fit`; a share of the devices' peak."""
 
     peak_gib: float
-    """Most memory that torch held on a device in the bare loop."""
+    """Most memory that torch held on a device."""
 
     loss: float
     """Of the last step in the bare loop, in nats; near the vocabulary's log."""
@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         host_ms=round(1000 * statistics.median(block.host for block in timer.fit), 3),
         loop_host_ms=milliseconds(timer.cost("host")),
         mfu=round(speed * flops_per_token(module, shape, length) / trainer.world_size / PEAK_FLOPS, 4),
-        peak_gib=timer.peak_gib,
+        peak_gib=round(module.clock.peak_memory() / 2**30, 2),
         loss=round(timer.loss, 4),
     )
     del trainer, module, timer

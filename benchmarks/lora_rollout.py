@@ -77,19 +77,18 @@ def measure(arguments: argparse.Namespace, *, merges: bool) -> dict[str, Any]:
     )
     sizes = {"prompts_per_step": PROMPTS, "val_batch_size": PROMPTS, "max_prompt_length": 64}
     trainer.fit(module, PromptDataModule(str(prompts), **sizes))
-    return report(keeper.steps, shape=shape, merges=merges, rank=arguments.rank)
+    return report(keeper.steps, module, shape=shape, merges=merges, rank=arguments.rank)
 
 
-def report(steps: list[dict[str, float]], **settings: Any) -> dict[str, Any]:
+def report(steps: list[dict[str, float]], module: PPOModule, **settings: Any) -> dict[str, Any]:
     """What was measured; the first step, which compiles, does not count."""
-    cuda = torch.cuda.is_available()
     medians = {name: statistics.median(step[f"timing_s/{name}"] for step in steps[1:]) for name in PHASES}
     return settings | {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         **{f"{name}_s": round(value, 4) for name, value in medians.items()},
         "canary_gap": max(step["rollout/canary_gap"] for step in steps),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
+        "peak_gib": round(module.clock.peak_memory() / 2**30, 1),
     }
 
 

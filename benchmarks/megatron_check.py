@@ -234,7 +234,8 @@ def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, 
     )
     chats = Chats(steps=timer.num_fit_steps, rows=rows, length=length, vocab_size=shape.vocab_size, shortest=length)
     diary.say("made; fit next")
-    trainer.fit(SFTModule(config), datamodule=chats)
+    module = SFTModule(config)
+    trainer.fit(module, datamodule=chats)
     parameters = sum(p.numel() for p in build_skeleton(config, "policy", trainable=True).parameters())
     per_token = 6 * parameters + 12 * shape.num_hidden_layers * shape.hidden_size * length
     rate = rows * length / timer.fit_seconds
@@ -242,7 +243,7 @@ def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, 
         "tokens_per_second": round(rate, 1),
         "bare_tokens_per_second": round(rows * length / timer.bare_seconds, 1),
         "mfu": round(rate * per_token / devices / PEAK_FLOPS, 4),
-        "peak_gib": timer.peak_gib,
+        "peak_gib": round(module.clock.peak_memory() / 2**30, 2),
         "loss": round(timer.loss, 4),
     }
 

@@ -71,7 +71,6 @@ class StepTimer(Callback):
         self.fit: list[Block] = []
         self.bare: list[Block] = []
         self.loss = float("nan")  # of the last bare step
-        self.peak_gib = 0.0  # most memory that torch held in bare steps; those of `fit` reset the counter by phase
         self.profile = Profile() if profiles else None
         self._marks: list[Mark] = []
 
@@ -128,8 +127,6 @@ class StepTimer(Callback):
             loss = bare_step(module, optimizer, batch.to(module.device))
         block = block_of(marks)
         self.loss = float(loss) / module.contract.gradient_divisor
-        if torch.cuda.is_available():
-            self.peak_gib = max(self.peak_gib, round(torch.cuda.max_memory_allocated() / 2**30, 2))
         return block
 
 

@@ -284,9 +284,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     if arguments.sync_only:
         trainer.validate(module, datamodule=data, verbose=False)
-        return about(meter, arguments)
+        return about(meter, module, arguments)
     trainer.fit(module, datamodule=data)
-    return about(meter, arguments) | report(meter, arguments)
+    return about(meter, module, arguments) | report(meter, arguments)
 
 
 def given_or_made(arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -306,16 +306,15 @@ def given_or_made(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return folder, prompts
 
 
-def about(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
+def about(meter: Meter, module: PPOModule, arguments: argparse.Namespace) -> dict[str, Any]:
     """Where this was measured, and what is measured without training."""
-    cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
         "model": str(arguments.model or ("tiny" if arguments.tiny else arguments.shape)),
         "sync": {name: round(value, 4) for name, value in meter.sync.items()},
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
+        "peak_gib": round(module.clock.peak_memory() / 2**30, 1),
     }
 
 
