@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +81,7 @@ def resume(bench: Bench) -> dict[str, Any]:
 
 def gather_experts(bench: Bench) -> str:
     """Why a run whose ranks hold all experts can't go on from one that had spread them."""
-    whole = dataclasses.replace(bench, options=bench.options | {"expert_parallel_size": 1})
+    whole = replace(bench, options=bench.options | {"expert_parallel_size": 1})
     try:
         fit_sft(whole, ckpt_path=bench.folder / "resumed" / "step=2.ckpt")
     except ValueError as error:
@@ -96,7 +95,7 @@ MORE: dict[str, tuple[Layout, Callable[[Bench], Any]]] = {
     "resume, expert parallel": (LAYOUTS["expert parallel"], resume),
     "gather experts": (LAYOUTS["expert parallel"], gather_experts),
 }
-"""What runs after the scenarios."""
+"""What runs after the scenarios, in this order: the last goes on from what the one before it saved."""
 
 
 def write_kinds(folder: Path) -> None:

@@ -32,7 +32,7 @@ def main() -> None:
     pretend_cuda()
     results: dict[str, Any] = {}
     for name in arguments.layouts:
-        layout, run = MORE.get(name, (LAYOUTS.get(name), None))
+        layout, run = MORE.get(name) or (LAYOUTS[name], None)
         sys.stderr.write(f"layout: {name}\n")
         options = {"timeout": 600.0} | layout.options
         bench = Bench(strategy="megatron", devices=2, folder=arguments.folder / layout.kind, options=options)
