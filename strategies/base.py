@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.ranges import named_range
-from verl_lightning.strategies.host_groups import HostGroups
+from verl_lightning.strategies.host_groups import host_group
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
@@ -314,11 +313,6 @@ class DataParallelMixin(PostTrainingStrategy):
 
     timeout: float
 
-    @cached_property
-    def host_groups(self) -> HostGroups:
-        """For what hosts tell one another; whoever uses this mix-in closes them in ``teardown``."""
-        return HostGroups(self.timeout)
-
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """This rank and those that do the same work on other data; None is the world."""
@@ -348,20 +342,20 @@ class DataParallelMixin(PostTrainingStrategy):
     @override
     def gather_over_data_parallel(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(values, value, group=self.host_groups.of(self.data_parallel_group))
+        dist.all_gather_object(values, value, group=host_group(self.data_parallel_group, self.timeout))
         return values
 
     @override
     def gather_over_model_parallel(self, value: Any) -> list[Any]:
         values: list[Any] = [value] * self.model_parallel_size
         if (group := self.model_parallel_group) is not None:
-            dist.all_gather_object(values, value, group=self.host_groups.of(group))
+            dist.all_gather_object(values, value, group=host_group(group, self.timeout))
         return values
 
     @override
     def largest_over_ranks(self, number: int) -> int:
         largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.host_groups.of(None))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=host_group(None, self.timeout))
         return int(largest)
 
 

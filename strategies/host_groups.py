@@ -14,27 +14,21 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 only its members make by its ranks, and one of the same name would read the addresses that a closed one left behind."""
 
 
-class HostGroups:
-    """The same ranks as in groups for devices, on gloo: counts and small objects go from host to host.
+def host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
+    """The same ranks as in a group for devices, on gloo: counts and small objects go from host to host.
 
     A collective of NCCL whose result the host reads waits for all kernels before it, and launches none meanwhile.
+    Collective among the ranks when a process first asks for them.
 
     Args:
+        group: The ranks; None is the world. One on gloo is returned as it is.
         timeout: Longest wait for the other hosts, in seconds.
     """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timedelta(seconds=timeout)
-
-    def of(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The ranks of a group, None being the world. Collective among them when a process first asks for them."""
-        if dist.get_backend(group) == "gloo":
-            return group
-        assert dist.group.WORLD is not None
-        made = _MADE.setdefault(dist.group.WORLD, {})
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if (self._timeout, ranks) not in made:
-            made[self._timeout, ranks] = dist.new_group(
-                list(ranks), timeout=self._timeout, backend="gloo", use_local_synchronization=True
-            )
-        return made[self._timeout, ranks]
+    if dist.get_backend(group) == "gloo":
+        return group
+    assert dist.group.WORLD is not None
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    ranks, limit = tuple(dist.get_process_group_ranks(group)), timedelta(seconds=timeout)
+    if (limit, ranks) not in made:
+        made[limit, ranks] = dist.new_group(list(ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
+    return made[limit, ranks]

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.runs import make_chats, make_sft, make_trainer
 from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.strategies import STRATEGIES
-from verl_lightning.strategies.host_groups import HostGroups
+from verl_lightning.strategies.host_groups import host_group
 
 
 class Terminate(Callback):
@@ -39,15 +39,14 @@ def test_all_ranks_end_at_one_batch(strategy, tmp_path, tiny_folder, chat_file):
 def hosts_of():
     """What the hosts of a group whose backend is another one tell one another."""
     dist.init_process_group("cpu:gloo")
-    hosts, rank = HostGroups(timeout=30), dist.get_rank()
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups = [hosts.of(None), hosts.of(pairs[rank // 2]), hosts.of(None)]
+    groups = [host_group(ranks, timeout=30) for ranks in (None, pairs[rank // 2], None)]
     told = [[None] * dist.get_world_size(group) for group in groups]
     for values, group in zip(told, groups, strict=True):
         dist.all_gather_object(values, (rank, os.getpid()), group=group)
     backends = {dist.get_backend(group) for group in groups}
-    is_same = groups[0] is groups[2] is not groups[1] and hosts.of(groups[1]) is groups[1]
-    is_same &= HostGroups(timeout=30).of(None) is groups[0]  # made anew, it would find the first one's addresses
+    is_same = groups[0] is groups[2] is not groups[1] and host_group(groups[1], timeout=30) is groups[1]
     return [[each for each, _ in values] for values in told], backends, is_same
 
 
