@@ -172,7 +172,7 @@ def plan(arguments: argparse.Namespace, address: str) -> dict[str, tuple[dict[st
         for trainers in arguments.trainers or [arguments.cards // 2]:
             name = f"{trainers} + {arguments.cards - trainers}{', overlap' if overlap else ''}"
             rows[name] = split(arguments, trainers, address, overlap=overlap)
-        rows.setdefault("colocated", (*colocated(arguments), []))
+            rows.setdefault("colocated", (*colocated(arguments), []))
     return rows
 
 

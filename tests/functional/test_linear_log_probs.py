@@ -41,3 +41,27 @@ def test_frozen_head_gets_no_gradient():
     # d/dh log softmax(W h)[0] = W[0] - p @ W, with p nearly (0, 1): W[0] - W[1] = -4.
     assert_close(hidden.grad, torch.full((1, 3, 4), -4.0), rtol=0, atol=1e-5)
     assert weight.grad is None
+
+
+def test_logits_of_16_bit_weights_are_not_rounded():
+    """A logit near 20 has steps of 0.125 in bfloat16; the products are exact in float32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (4 * torch.randn(1, 64, 32, generator=generator)).bfloat16()
+    weight = torch.randn(50, 32, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 50, (1, 64), generator=generator)
+
+    log_probs, _ = linear_log_probs(hidden, weight, labels, temperature=1.0)
+    log_probs.sum().backward()
+
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    assert_close(log_probs.double(), exact.gather(-1, labels[..., None])[..., 0], rtol=1e-5, atol=1e-4)
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_autocast_does_not_round_logits():
+    hidden, weight = torch.full((1, 1, 1), 1.001), torch.tensor([[10.0], [0.0]])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs, _ = linear_log_probs(hidden, weight, torch.ones(1, 1, dtype=torch.long), temperature=1.0)
+
+    assert_close(log_probs[0, 0], torch.tensor(-10.01).exp().log1p().neg() - 10.01, rtol=1e-5, atol=0)

@@ -174,7 +174,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for chunk in _response_chunks(logits.shape, is_whole=compiled):
             # Written into one buffer of the logits' own type: a list of parts would hold the gradient twice.
             grad_logits[:, chunk] = backward_chunk(
-                logits[:, chunk], *(row[:, chunk] for row in rows), temperature, with_entropy
+                logits[:, chunk], *(row[:, chunk] for row in rows), temperature, with_entropy, logits.dtype
             )
         return grad_logits, None, None, None, None
 
@@ -226,6 +226,7 @@ def _backward_chunk(
     grad_entropy: Tensor,
     temperature: float,
     with_entropy: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``."""
     probs = (_scaled(logits.float(), temperature) - log_normalizer.unsqueeze(-1)).exp()
@@ -238,4 +239,4 @@ def _backward_chunk(
     grad = _scaled(grad + torch.where(is_label, grad_log_probs.unsqueeze(-1), 0.0), temperature)
     # What no one learns from stays out even if it is nan, such as the logits of padding.
     is_idle = (grad_log_probs == 0) & (grad_entropy == 0)
-    return torch.where(is_idle.unsqueeze(-1), 0.0, grad).to(logits.dtype)
+    return torch.where(is_idle.unsqueeze(-1), 0.0, grad).to(dtype)

@@ -140,7 +140,7 @@ class ModelSize:
             return last_norm + logits * (2 * compute.width + 4)
         gradient = self.vocabulary * self.hidden * (4 + compute.width)
         chunk = min(logits, chunk_numel(compiled=compute.is_fused))
-        return last_norm + gradient + chunk * (2 * compute.width + (4 if compute.is_fused else 12))
+        return last_norm + gradient + chunk * (4 + compute.width + (4 if compute.is_fused else 12))
 
 
 def model_size(scorer: TokenScorer) -> ModelSize:
