@@ -7,18 +7,17 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-_Made = dict[tuple[timedelta, tuple[int, ...]], dist.ProcessGroup]
+Ranks = tuple[int, ...]
 
-_MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""All such groups of this process, by the world they belong to. They live as long as it does: torch names a group that
-only its members make by its ranks, and one of the same name would read the addresses that a closed one left behind."""
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[float, Ranks], dist.ProcessGroup]] = WeakKeyDictionary()
+"""All such groups of this process, by the world they belong to. They live as long as it does."""
 
 
 def host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
     """The same ranks as in a group for devices, on gloo: counts and small objects go from host to host.
 
     A collective of NCCL whose result the host reads waits for all kernels before it, and launches none meanwhile.
-    Collective among the ranks when a process first asks for them.
+    Collective among all ranks of the world when they first ask, each for the group of its kind that it is in.
 
     Args:
         group: The ranks; None is the world. One on gloo is returned as it is.
@@ -28,7 +27,25 @@ def host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessG
         return group
     assert dist.group.WORLD is not None
     made = _MADE.setdefault(dist.group.WORLD, {})
-    ranks, limit = tuple(dist.get_process_group_ranks(group)), timedelta(seconds=timeout)
-    if (limit, ranks) not in made:
-        made[limit, ranks] = dist.new_group(list(ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
-    return made[limit, ranks]
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if (timeout, ranks) not in made:
+        made[timeout, ranks] = _make(ranks, timeout)
+    return made[timeout, ranks]
+
+
+def _make(ranks: Ranks, timeout: float) -> dist.ProcessGroup:
+    """This rank's group, made with those of all others.
+
+    Every rank makes every group: torch names one that only its members make by how many groups each of them is in,
+    and stages of a pipeline differ in that.
+    """
+    wanted = [ranks]
+    if len(ranks) < dist.get_world_size():
+        everyone: list[Ranks] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, ranks, group=host_group(None, timeout))
+        wanted = sorted(set(everyone))
+    limit = timedelta(seconds=timeout)
+    made: dict[Ranks, dist.ProcessGroup] = {
+        each: dist.new_group(list(each), timeout=limit, backend="gloo") for each in wanted
+    }
+    return made[ranks]
