@@ -160,7 +160,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     size["num_gpus"] = 0 if arguments.tiny else arguments.cards
     cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
-        return [show(row(name, arguments, *parts)) for name, parts in plan(arguments, cluster.address).items()]
+        rows = {name: parts for name, parts in plan(arguments, cluster.address).items() if arguments.only in name}
+        return [show(row(name, arguments, *parts)) for name, parts in rows.items()]
     finally:
         cluster.shutdown()
 
@@ -212,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", type=int, required=True, help="of this machine that are used")
     parser.add_argument("--trainers", type=int, nargs="+", help="cards that train, one split a number (half of them)")
+    parser.add_argument("--only", default="", help="rows with this in their names")
     parser.add_argument("--tiny", action="store_true", help="a small model and the HF engine, on CPUs")
     parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
     parser.add_argument("--prompts", type=int, default=64, help="of a step")

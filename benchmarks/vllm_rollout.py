@@ -154,23 +154,24 @@ class Meter(Callback):
         }
 
     def _measure_engine(self, batch: dict[str, Any]) -> None:
-        """Our `generate` and vLLM's own on the same prompts, in turns."""
+        """Our `generate` and vLLM's own on the same prompts, in turns; of all ranks that share an engine together."""
         from vllm import SamplingParams
 
         engine, sampling = self.rollout._vllm, self.rollout.sampling
-        ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+        ids, mask, sharing = batch["prompt_ids"], batch["prompt_mask"], self.rollout.tensor_parallel_size
         seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(ids))]
         prompts = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
         tokens = [{"prompt_token_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]
-        requests = [request for request in tokens for _ in range(sampling.num_samples)]
+        # Ranks that share an engine ask it for as much: for the timing, this rank's prompts stand for all of them.
+        requests = [request for request in tokens for _ in range(sampling.num_samples)] * sharing
         options = {"max_tokens": sampling.max_new_tokens, "temperature": 1.0, "logprobs": 0, "detokenize": False,
                    "ignore_eos": True, "stop_token_ids": engine.config.eos_token_ids}  # fmt: skip
 
         def ours() -> int:
-            return int(engine.generate(prompts, sampling).response_mask.sum())
+            return sharing * int(engine.generate(prompts, sampling).response_mask.sum())
 
         def bare(seeded: bool) -> int:
-            flat = [seed for row in seeds for seed in row]
+            flat = [seed for row in seeds for seed in row] * sharing
             params = [SamplingParams(seed=seed if seeded else None, **options) for seed in flat]
             outputs = engine._llm.generate(requests, params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)

@@ -59,7 +59,7 @@ class Diary:
             timeout: Seconds after which stacks are written.
         """
         for index, (name, case) in enumerate(cases.items()):
-            self._stacks = self._watch(timeout)
+            self._stacks = self._watch(timeout + START * (index == 0))
             self.say(f"begin: {name}")
             (self.folder / f"{index}.begun").touch()
             started = time.monotonic()
@@ -109,7 +109,8 @@ def _watch(command: list[str], count: int, folder: Path, timeout: float) -> str 
         while child.poll() is None:
             time.sleep(0.2)
             if (folder / ("0.begun" if finished < 0 else f"{finished}.json")).exists():
-                finished, limit, since = finished + 1, timeout, time.monotonic()
+                finished, since = finished + 1, time.monotonic()
+                limit = timeout + START * (finished == 0)  # the other ranks start within the first case
             if time.monotonic() - since > limit + GRACE:
                 where = culprits(folder)
                 os.killpg(child.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import os
 import sys
 import traceback
@@ -12,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
+
+from verl_lightning import __version__
 
 SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(HELP.format(shipped=", ".join(shipped_configs()) or "none"))
         raise SystemExit(0 if argv else 2)
     if argv[0] == "--version":
-        sys.stdout.write(f"verl-fit {importlib.metadata.version('verl-lightning')}\n")
+        sys.stdout.write(f"verl-fit {__version__}\n")
         raise SystemExit(0)
     if argv[0] == "ray":
         from verl_lightning.launch.driver import main as launch  # late: only this needs Ray

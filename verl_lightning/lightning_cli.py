@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 from jsonargparse import Namespace, get_loader, set_parsing_settings
 from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import verl_lightning.data
-import verl_lightning.modules  # noqa: F401  so that YAML files can name their classes without a module
+import verl_lightning.modules
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
@@ -130,8 +130,8 @@ class CLI(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        versions = [f"{name}=={importlib.metadata.version(name)}" for name in ("verl-lightning", "lightning")]
-        return super().init_parser(dump_header=[" ".join(versions)], **kwargs)
+        versions = f"verl-lightning=={verl_lightning.__version__} lightning=={lightning.__version__}"
+        return super().init_parser(dump_header=[versions], **kwargs)
 
     @override
     def setup_parser(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_lightning.functional.log_probs import _backward_chunk, _forward_chunk, _fused
 
-_CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 2**28
+_CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 5 * 2**26
 """Logits at a time: enough rows for fast matrix products. Fused kernels hold nothing else of their size."""
 
 
@@ -83,7 +83,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad = backward_chunk(logits, *numbers, temperature, with_entropy, weight.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[rows]
+                _add_product(grad_weight, grad.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -95,6 +95,15 @@ def _logits(hidden: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab h
         return hidden.float() @ weight.float().T
 
 
+def _add_product(total: Float[Tensor, "vocab hidden"], left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` in place, in float32."""
+    with torch.autocast(total.device.type, enabled=False):
+        if total.is_cuda and left.dtype != torch.float32:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:
+            total.addmm_(left.float(), right.float())
+
+
 def chunk_numel(*, compiled: bool) -> int:
     """Logits that are held at a time."""
     return _FUSED_CHUNK_NUMEL if compiled else _CHUNK_NUMEL
@@ -102,4 +111,5 @@ def chunk_numel(*, compiled: bool) -> int:
 
 def _chunks(length: int, vocab: int, compiled: bool) -> list[slice]:
     width = max(1, chunk_numel(compiled=compiled) // vocab)
+    width -= width % 256 if width > 256 else 0  # whole tiles of the matrix products
     return [slice(start, start + width) for start in range(0, max(1, length), width)]
