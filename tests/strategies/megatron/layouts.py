@@ -47,7 +47,9 @@ class Layout:
     """Of `conformance`."""
 
 
-STAGES = {"pipeline_parallel_size": 2}
+STAGES = {"pipeline_parallel_size": 2, "process_group_backend": "cpu:gloo"}
+"""A world that is not gloo by name has groups of hosts of its own, as over NCCL."""
+
 LAYOUTS: dict[str, Layout] = {
     "data parallel, distributed optimizer": Layout(),
     "data parallel, plain optimizer": Layout(options={"use_distributed_optimizer": False}),
