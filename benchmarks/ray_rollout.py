@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
     parser.add_argument("--shared-memory", type=float, default=0.35, help="of a card, for a colocated engine")
     parser.add_argument("--own-memory", type=float, default=0.85, help="of a card, for an engine that has it alone")
-    parser.add_argument("--object-store", type=int, default=5 * 2**30, help="bytes; twice the float32 weights")
+    parser.add_argument("--object-store", type=int, default=5 * 2**30, help="bytes; some times the weights in bfloat16")
     parser.add_argument("--row-seconds", type=float, default=240.0, help="after which a row is given up")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count; at least 1")

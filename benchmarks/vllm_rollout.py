@@ -138,7 +138,7 @@ class Meter(Callback):
         engine = self.rollout._vllm
 
         def load() -> None:
-            engine.load_weights(module.contract.named_weights(module.policy))
+            engine.load_weights(module.contract.named_weights(module.policy, self.rollout.weights_type(module)))
 
         wake_and_load, plain, sleep = [], [], []
         for _ in range(self.repeats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
@@ -67,6 +68,10 @@ class RayRollout(OneStepOffRollout):
         trainer = module.trainer
         caller = Caller(rank=trainer.global_rank, count=trainer.world_size, broadcast=trainer.strategy.broadcast)
         return RayEngines(engine, self.demand, pad_token_id=module.tokenizer.pad_token_id, caller=caller)
+
+    @override
+    def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
+        return self.rollout.weights_type(module)
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:

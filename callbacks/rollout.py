@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -130,7 +131,11 @@ class RolloutCallback(Callback):
     def sync_weights(self, module: PostTrainingModule) -> None:
         """Send the engine the policy as it is now, adapters merged in. Collective."""
         assert self._engine is not None
-        self._engine.load_weights(module.contract.named_weights(module.policy))
+        self._engine.load_weights(module.contract.named_weights(module.policy, self.weights_type(module)))
+
+    def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
+        """Of the weights that the engine is sent; None where it takes them as they are."""
+        return None
 
     def _sample(
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str

@@ -179,7 +179,7 @@ class VLLMRollout(OneStepOffRollout):
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
             max_model_len=self._max_model_len(module.trainer),
-            dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
+            dtype=str(self.weights_type(module)).removeprefix("torch."),
             log_probs_mode=self._log_probs_mode,
             lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
             gpu_memory_utilization=self._gpu_share,
@@ -261,6 +261,11 @@ class VLLMRollout(OneStepOffRollout):
                 warnings.warn(f"{death} A new one takes its place.", stacklevel=2)
                 self._vllm.start(module.device)
             must_sync = True
+
+    @override
+    def weights_type(self, module: PostTrainingModule) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, engine_dtype(module.trainer.precision, module.policy_config.dtype))
+        return dtype
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:

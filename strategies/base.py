@@ -27,7 +27,7 @@ from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize
-from verl_lightning.models.weights import merged_weights
+from verl_lightning.models.weights import as_type, merged_weights
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.host_groups import host_group
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
@@ -164,12 +164,16 @@ class PostTrainingStrategy:
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
 
-    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, model: TokenScorer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
 
         Collective: every rank must exhaust the iterator.
+
+        Args:
+            model: Whose weights they are.
+            dtype: What they are rounded to before ranks send one another their parts; None leaves them as they are.
         """
-        return merged_weights(model.backbone)
+        return ((name, as_type(weight, dtype)) for name, weight in merged_weights(model.backbone))
 
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
         """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""

@@ -24,7 +24,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
-from verl_lightning.models.weights import merged_weights, whole
+from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
@@ -244,9 +244,9 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         return squares.sqrt()
 
     @override
-    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, model: TokenScorer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         free_gathered_weights(model)
-        return ((name, whole(weight)) for name, weight in merged_weights(model.backbone))
+        return ((name, whole(as_type(weight, dtype))) for name, weight in merged_weights(model.backbone))
 
     @override
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from verl_lightning.metrics import Metric, MetricTable
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelSize
+from verl_lightning.models.weights import as_type
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.megatron.checkpoint import (
@@ -274,8 +275,9 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         return cast(MegatronOptimizer, optimizer).prepare(max_norm, float(scale))
 
     @override
-    def named_weights(self, model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
-        return exported_weights(cast(MegatronScorer, model), merges_adapters=True)
+    def named_weights(self, model: TokenScorer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        weights = exported_weights(cast(MegatronScorer, model), merges_adapters=True)
+        return ((name, as_type(weight, dtype)) for name, weight in weights)
 
     @override
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_trainer
-from verl_lightning.callbacks import HFRollout, VLLMRollout
+from verl_lightning.callbacks import HFRollout, RayRollout, VLLMRollout
 from verl_lightning.callbacks.vllm_rollout import (
     check_visible,
     engine_dtype,
@@ -75,6 +76,22 @@ def test_log_probs_are_over_the_whole_vocabulary(sampling, mode):
 )
 def test_the_engine_computes_in_the_type_of_the_trainer(precision, weights, dtype):
     assert engine_dtype(precision, weights) == dtype
+
+
+@pytest.mark.parametrize(
+    ("rollout", "dtype"),
+    [
+        (VLLMRollout(), torch.bfloat16),
+        (RayRollout(VLLMRollout()), torch.bfloat16),
+        (HFRollout(), None),  # takes them as they are
+    ],
+)
+def test_weights_travel_in_the_type_of_the_engine(rollout, dtype):
+    """Half the bytes between ranks, and to engines that are elsewhere."""
+    module = SimpleNamespace(
+        trainer=SimpleNamespace(precision="bf16-mixed"), policy_config=SimpleNamespace(dtype="float32")
+    )
+    assert rollout.weights_type(module) is dtype
 
 
 def test_a_single_process_on_another_gpu_is_refused():

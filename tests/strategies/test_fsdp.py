@@ -70,6 +70,8 @@ def train(
     module = make_sft(folder, actor=config)
     trainer.fit(module, make_chats(chats, batch_size=4 // ranks))
     weights = {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
+    rounded = dict(module.contract.named_weights(module.policy, torch.bfloat16))
+    inspector.seen["are_rounded"] = all(rounded[name].equal(weight.bfloat16()) for name, weight in weights.items())
     return (recorder.column("train/loss"), weights), inspector.seen
 
 
@@ -93,6 +95,7 @@ def test_options_change_no_number(ranks, options, expected, tiny_folder, chat_fi
         assert_close(losses, expected[0], rtol=1e-4, atol=0)
         assert_close(weights, expected[1], rtol=1e-3, atol=1e-6)
         assert seen["are_tied"]
+        assert seen["are_rounded"]
         assert seen["sharded"] == {True}
         assert seen["planned"] == pytest.approx(1.0, rel=0.01)  # some weights don't divide by the ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -52,6 +53,11 @@ def value_head_weights(value_head: nn.Linear | None) -> dict[str, Tensor]:
     if value_head is None:
         return {}
     return {name: whole(parameter.detach()) for name, parameter in value_head.named_parameters()}
+
+
+def as_type(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight in another type, unless it holds integers or the type is None."""
+    return weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
 
 
 def whole(tensor: Tensor) -> Tensor:
