@@ -67,8 +67,8 @@ def test_the_batch_plan_is_that_of_the_package():
         (0, 2 * 4 * PARAMETERS * SHARE),
         (1, 4 * PARAMETERS * SHARE),
         (2, 2 * PARAMETERS * SHARE),
-        (3, 4 * PARAMETERS * SHARE),
-        (4, 4 * PARAMETERS),
+        (3, 2 * PARAMETERS * SHARE),
+        (4, 2 * PARAMETERS),
         (5, 20 * TOKENS),
     ],
 )
