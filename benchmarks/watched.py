@@ -26,6 +26,16 @@ GRACE = 3.0
 Case = Mapping[str, Any]
 
 
+def limit_of(index: int, timeout: float) -> float:
+    """Longest that a case may take, in seconds: the other ranks start within the first one.
+
+    Args:
+        index: Of the case in its launch.
+        timeout: Of a case without a start.
+    """
+    return timeout + START if index == 0 else timeout
+
+
 class Diary:
     """What one rank says of itself while it works.
 
@@ -56,10 +66,10 @@ class Diary:
         Args:
             cases: By name.
             run: Runs one on this rank, and returns what JSON can hold.
-            timeout: Seconds after which stacks are written.
+            timeout: Seconds of a case after which stacks are written; see `limit_of`.
         """
         for index, (name, case) in enumerate(cases.items()):
-            self._stacks = self._watch(timeout + START * (index == 0))
+            self._stacks = self._watch(limit_of(index, timeout))
             self.say(f"begin: {name}")
             (self.folder / f"{index}.begun").touch()
             started = time.monotonic()
@@ -110,7 +120,7 @@ def _watch(command: list[str], count: int, folder: Path, timeout: float) -> str 
             time.sleep(0.2)
             if (folder / ("0.begun" if finished < 0 else f"{finished}.json")).exists():
                 finished, since = finished + 1, time.monotonic()
-                limit = timeout + START * (finished == 0)  # the other ranks start within the first case
+                limit = limit_of(finished, timeout)
             if time.monotonic() - since > limit + GRACE:
                 where = culprits(folder)
                 os.killpg(child.pid, signal.SIGKILL)

@@ -154,7 +154,7 @@ class VLLMRollout(OneStepOffRollout):
             return MOST
         return planned_share(
             module,
-            dtype=engine_dtype(module.trainer.precision, module.policy_config.dtype),
+            dtype=self._dtype(module),
             num_devices=self.tensor_parallel_size,
             sleeps=self.sleeps and self.beside is None,
         )
@@ -179,7 +179,7 @@ class VLLMRollout(OneStepOffRollout):
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
             max_model_len=self._max_model_len(module.trainer),
-            dtype=str(self.weights_type(module)).removeprefix("torch."),
+            dtype=self._dtype(module),
             log_probs_mode=self._log_probs_mode,
             lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
             gpu_memory_utilization=self._gpu_share,
@@ -264,8 +264,12 @@ class VLLMRollout(OneStepOffRollout):
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, engine_dtype(module.trainer.precision, module.policy_config.dtype))
+        dtype: torch.dtype = getattr(torch, self._dtype(module))
         return dtype
+
+    def _dtype(self, module: PostTrainingModule) -> str:
+        """Name of the type that the engine computes in."""
+        return engine_dtype(module.trainer.precision, module.policy_config.dtype)
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:

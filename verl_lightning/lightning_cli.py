@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import verl_lightning.data
-import verl_lightning.modules
+import verl_lightning.modules  # so that YAML files can name their classes without a module
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean

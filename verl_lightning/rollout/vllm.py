@@ -219,7 +219,7 @@ class VLLMEngine:
         sources = memory | self._weights_options()
         return sources | {
             "dtype": self.config.dtype,
-            # As the trainer: logits rounded to 16 bits would part the two by more than all layers before do.
+            # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
             "max_model_len": self.config.max_model_len,
             "enforce_eager": self.config.enforce_eager,
