@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -53,17 +54,12 @@ FOLDER_KEY = "sharded_folder"
 """Where a sharded checkpoint's tensors lie, beside its other contents while it is loaded."""
 
 
-class FSDPPrecision(Precision):
-    """Leaves casting to FSDP2: weights are gathered in bfloat16, gradients reduced in float32."""
-
-    precision = "bf16-mixed"
-
-
 class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     """Every process holds a part of each weight and sees its share of the data; weights are gathered block by block.
 
-    ``trainer.precision: bf16-mixed`` keeps weights in their own type, computes in bfloat16 and reduces gradients in
-    float32. Checkpoints are folders in torch's distributed format, which any number of processes can load.
+    ``trainer.precision: bf16-mixed`` keeps weights in their own type, gathers them in bfloat16, computes under
+    autocast, which leaves the sums between layers in float32, and reduces gradients in float32. Checkpoints are folders
+    in torch's distributed format, which any number of processes can load.
 
     Args:
         replicate_size: Copies of the model, each sharded over the other processes (HSDP). Put one in each node to
@@ -120,8 +116,6 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
-            plugin = FSDPPrecision()
         if plugin is not None and plugin.precision not in ("32-true", "bf16-mixed"):
             raise MisconfigurationException(
                 f"`fsdp` knows `trainer.precision` 32-true and bf16-mixed, got {plugin.precision}. For weights that are"
@@ -174,6 +168,8 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
             check_shares(model, self.sequence_parallel_size)
             model.sequence_group = self.model_parallel_group
         model.is_compiled = self.compile
+        if self._is_mixed:
+            model.backbone.get_input_embeddings().register_forward_hook(start_in_float32)
         blocks = transformer_blocks(model.backbone)
         if self.compile:
             for block in blocks:
@@ -207,8 +203,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
 
     @override
     def compute_types(self, config: ModelConfig) -> Compute:
-        width = 2 if self.precision_plugin.precision == "bf16-mixed" else super().compute_types(config).width
-        return Compute(width=width, stream_width=width, is_fused=self.compile)
+        return replace(super().compute_types(config), is_fused=self.compile)
 
     @override
     def forward(
@@ -343,9 +338,15 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         finally:
             super().teardown()
 
+    @property
+    def _is_mixed(self) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed"
+
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        if self.precision_plugin.precision == "bf16-mixed":
-            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if self._is_mixed:  # autocast rounds what layers read, and not what blocks pass on
+            return MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
     def _open_on_first_rank(
@@ -375,3 +376,9 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         parts = [part for part in (scores.log_probs, scores.values) if part is not None]
         loss = sum(torch.where(batch.response_mask, part, 0.0).sum() for part in parts)
         self.backward(cast(Tensor, loss), None)
+
+
+def start_in_float32(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """A hook of the embedding: what blocks add to its output then stays in float32 too."""
+    del module, inputs
+    return output.float()

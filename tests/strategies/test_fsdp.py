@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.types import TokenBatch
 
 Trained = tuple[list[float], dict[str, Tensor]]
+NO_OPTIONS: dict[str, Any] = {}
 
 
 class Inspector(Callback):
@@ -41,10 +43,11 @@ class Inspector(Callback):
         held = sum(part.nbytes for part in parts)
         self.seen["planned"] = memory_plan(pl_module).models["actor"].weights / held
         self.seen["recomputed"] = [layer.gradient_checkpointing for layer in backbone.model.layers]
-        backbone.model.layers[1].register_forward_hook(self._look)
+        backbone.model.layers[1].register_forward_hook(partial(self._look, "block"))
+        backbone.model.layers[1].mlp.up_proj.register_forward_hook(partial(self._look, "linear"))
 
-    def _look(self, block: Any, inputs: Any, output: Tensor) -> None:
-        self.seen["computed"] = output.dtype
+    def _look(self, name: str, module: Any, inputs: Any, output: Tensor) -> None:
+        self.seen[name] = output.dtype
 
 
 def data_of(parameter: Tensor) -> Tensor:
@@ -112,19 +115,23 @@ def test_every_second_block_is_recomputed(expected, tiny_folder, chat_file, tmp_
     assert_close(losses, expected[0], rtol=1e-4, atol=0)
 
 
-def train_mixed(folder: Path, chats: Path, path: Path) -> Any:
+def train_mixed(
+    folder: Path, chats: Path, path: Path, ranks: int = 2, options: dict[str, Any] | None = NO_OPTIONS
+) -> Any:
     """In bfloat16 over float32 weights."""
-    return train(folder, chats, path, 2, {}, precision="bf16-mixed")
+    return train(folder, chats, path, ranks, options, precision="bf16-mixed")
 
 
 def test_mixed_precision_computes_in_bfloat16_on_float32_weights(expected, tiny_folder, chat_file, tmp_path):
     (losses, weights), seen = on_ranks(2, train_mixed, tiny_folder, chat_file, tmp_path)[0]
 
     assert seen["dtypes"] == {torch.float32}
-    assert seen["computed"] == torch.bfloat16
+    assert (seen["linear"], seen["block"]) == (torch.bfloat16, torch.float32)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert losses != expected[0]
     assert_close(losses, expected[0], rtol=1e-2, atol=0)  # three decimal digits of bfloat16
+    (autocast, _), _ = on_ranks(1, train_mixed, tiny_folder, chat_file, tmp_path / "auto", 1, None)[0]
+    assert_close(losses, autocast, rtol=1e-3, atol=0)
 
 
 def uneven(folder: Path, path: Path) -> tuple[list[int], float]:

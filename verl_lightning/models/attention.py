@@ -116,6 +116,8 @@ def varlen_attention(
         return _sdpa(module, query, key, value, attention_mask, **options)
     if dropout:
         raise ValueError("packed sequences have no attention dropout: set the model's `attention_dropout` to 0.")
+    if torch.is_autocast_enabled(query.device.type):  # which knows no variable-length kernel; rotation makes float32
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if sequence_part is not None:
         query, key, value = sequence_part.exchange_for_heads(query, key, value)
     output = _packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
@@ -163,8 +165,6 @@ def _packed_attention(
     sliding_window: int | None,
 ) -> Tensor:
     """By the fastest kernel for these lengths, this type and this device."""
-    if torch.is_autocast_enabled(query.device.type):  # which knows no variable-length kernel; rotation makes float32
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     count, sequence = cu_seq_lens.shape[0] - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_length else None
     if window is None and max_length * count == sequence:

@@ -46,7 +46,7 @@ class Compute:
 
     @property
     def casts(self) -> bool:
-        """Whether each layer casts its input for itself, and weights are held in both types."""
+        """Whether each layer casts its input for itself; a whole model then holds weights in both types."""
         return self.stream_width > self.width
 
 
@@ -110,7 +110,7 @@ class ModelSize:
         values = 2 * self.queries + 2 * self.keys + 4 * self.feed_forward
         sums = 4 * (self.heads + 2)  # of softmax and of norms, in float32
         if compute.is_fused:
-            return width * (values + self.hidden + normed) + sums
+            return width * (values + normed) + compute.stream_width * self.hidden + sums
         copies = 4 + max(width, compute.stream_width)
         linear_inputs = 5 if compute.casts else 2  # beside those of the two output layers
         return copies * (2 * self.hidden + normed) + width * (values + linear_inputs * self.hidden) + sums
