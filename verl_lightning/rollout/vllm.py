@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.vllm_residual import register_float32_residual, residual_options
 from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.types import Rollout
 
@@ -64,6 +65,7 @@ class VLLMEngine:
             MisconfigurationException: If vLLM is not installed, or can't run on this device.
         """
         vllm = import_vllm()
+        register_float32_residual()
         self._device = device
         self._owns_process_group = not dist.is_initialized()
         set_num_threads = torch.set_num_threads
@@ -221,6 +223,7 @@ class VLLMEngine:
             "dtype": self.config.dtype,
             # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
+            "additional_config": {} if self._has_draft_model else residual_options(self.config.path),
             "max_model_len": self.config.max_model_len,
             "enforce_eager": self.config.enforce_eager,
             "logprobs_mode": self.config.log_probs_mode,
@@ -231,6 +234,11 @@ class VLLMEngine:
             "enable_prefix_caching": True,
             "speculative_config": None if self.config.speculation is None else self.config.speculation.vllm_options(),
         }
+
+    @property
+    def _has_draft_model(self) -> bool:
+        """Whether another model guesses tokens; it may read the policy's residual stream, in the engine's type."""
+        return self.config.speculation is not None and self.config.speculation.method != "ngram"
 
     def _weights_options(self) -> dict[str, Any]:
         """Where weights come from."""
