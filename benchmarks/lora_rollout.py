@@ -55,7 +55,12 @@ def measure(arguments: argparse.Namespace, *, merges: bool) -> dict[str, Any]:
     write_model(folder, shape)
     write_prompts(prompts, PROMPTS * (arguments.steps + 1), 64)
     sampling = SamplingConfig(num_samples=SAMPLES, max_new_tokens=64)
-    rollout = VLLMRollout(sampling=sampling, val_sampling=sampling, enforce_eager=arguments.tiny)
+    rollout = VLLMRollout(
+        sampling=sampling,
+        val_sampling=sampling,
+        gpu_memory_utilization=arguments.gpu_memory_utilization or None,
+        enforce_eager=arguments.tiny,
+    )
     lora = LoraConfig(rank=arguments.rank, merge_for_rollout=merges)
     module = PPOModule(
         ModelConfig(path=str(folder), optim=OptimConfig(lr=1e-4), lora=lora),
@@ -101,6 +106,7 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="auto")
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.0, help="0: by the memory plan")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
