@@ -26,8 +26,8 @@ from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.dispatcher import EngineActor, join_prompts, num_tokens, split_prompts, split_rollout
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.joining import join_rollouts
-from verl_lightning.rollout.process import buckets
 from verl_lightning.rollout.ray_engines import Caller, RayEngines
+from verl_lightning.rollout.stored_weights import store_weights
 
 CPU = torch.device("cpu")
 FIELDS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "is_truncated", "prompt_index")
@@ -138,10 +138,9 @@ def test_a_caller_whose_engines_are_gone_may_start_again(callers):
 @pytest.mark.slow
 @starts_ray
 def test_a_replica_with_old_weights_loads_the_newest_before_it_answers(joined_cluster, tiny_folder):
-    import ray
 
     old, new = (list(tiny_model(seed=seed).named_parameters()) for seed in (1, 2))
-    references = [[ray.put(message) for message in buckets(iter(weights))] for weights in (old, new)]
+    references = [store_weights(weights) for weights in (old, new)]
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
     alone = make_engine(tiny_folder)
     alone.load_weights(new)

@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor
 
 from verl_lightning.ray.actors import Home
 from verl_lightning.ray.crew import Crew
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.stored_weights import read_weights
 from verl_lightning.types import Rollout
 
 _MAX_SEQUENCES = 256  # of one request: it fills an engine, and a late one is not waited for long
@@ -50,11 +49,11 @@ class EngineActor:
 
         Args:
             version: Their number.
-            weights: References of messages in the safetensors format.
+            weights: From `store_weights`.
         """
         self.ready()  # again, if Ray has replaced this actor
         self._version = None
-        self._engine.load_weights(_read_messages(weights))
+        self._engine.load_weights(read_weights(weights))
         self._version = version
 
     def generate(
@@ -117,7 +116,7 @@ class Dispatcher:
 
         Args:
             version: Their number.
-            weights: References of messages in the safetensors format.
+            weights: From `store_weights`.
         """
         self._version, self._weights = version, weights
         await self._crew.tell_all(lambda replica: replica.load_weights.remote(version, weights))
@@ -230,10 +229,3 @@ def _pad_like(rollout: Rollout, prompts: Prompts) -> Rollout:
 def num_tokens(prompts: Prompts, sampling: SamplingConfig) -> float:
     """Tokens that an engine reads and, at most, writes for these prompts."""
     return float(prompts.prompt_mask.sum()) + len(prompts) * sampling.num_samples * sampling.max_new_tokens
-
-
-def _read_messages(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    import ray
-
-    for reference in references:
-        yield from safetensors.torch.load(ray.get(reference)).items()

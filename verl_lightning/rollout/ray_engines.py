@@ -14,7 +14,7 @@ from verl_lightning.ray.actors import Home, await_actors, on_this_node, start_ac
 from verl_lightning.ray.cluster import Demand, connect_like
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
-from verl_lightning.rollout.process import buckets
+from verl_lightning.rollout.stored_weights import store_weights
 from verl_lightning.types import Rollout
 
 _NAMESPACE = "verl_lightning"
@@ -92,8 +92,6 @@ class RayEngines:
         Raises:
             ValueError: If the names are not exactly those of the engine's model.
         """
-        import ray
-
         self._version += 1
         if self.caller.rank != 0:
             for _ in weights:  # gathering them is collective
@@ -101,7 +99,7 @@ class RayEngines:
             return
         self._weights = []
         take_answer(self._dispatcher.forget_weights.remote())  # or the object store would hold the old ones too
-        self._weights = [ray.put(message) for message in buckets(iter(weights))]
+        self._weights = store_weights(weights)
         take_answer(self._dispatcher.load_weights.remote(self._version, self._weights))
 
     def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:

@@ -1,0 +1,52 @@
+"""Weights in Ray's object store: written once, and read by all engines of a node where they lie, without a copy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_lightning.rollout.process import BUCKET_BYTES
+from verl_lightning.rollout.weight_transfer import chunks
+
+Stored = dict[str, tuple[str, list[int], "np.ndarray[Any, np.dtype[np.uint8]]"]]
+"""Type, shape and bytes of each weight, by name."""
+
+
+def store_weights(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> list[Any]:
+    """References of weights that Ray keeps as long as these live; each holds about ``size`` bytes."""
+    import ray
+
+    return [ray.put(as_bytes(chunk)) for chunk in chunks(((name, weight.cpu()) for name, weight in weights), size)]
+
+
+def read_weights(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights; they lie in memory that other processes read too, and must not be written to."""
+    import ray
+
+    for reference in references:
+        yield from as_weights(ray.get(reference))
+
+
+def as_bytes(weights: Mapping[str, Tensor]) -> Stored:
+    """Weights on the CPU as arrays, which Ray lays into its store as they are; numpy knows no bfloat16."""
+    return {
+        name: (
+            str(weight.dtype).removeprefix("torch."),
+            list(weight.shape),
+            weight.contiguous().flatten().view(torch.uint8).numpy(),
+        )
+        for name, weight in weights.items()
+    }
+
+
+def as_weights(stored: Stored) -> Iterator[tuple[str, Tensor]]:
+    """What `as_bytes` was given, as views of its arrays."""
+    for name, (dtype, shape, array) in stored.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nobody writes to them
+            yield name, torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
