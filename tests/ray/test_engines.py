@@ -138,7 +138,6 @@ def test_a_caller_whose_engines_are_gone_may_start_again(callers):
 @pytest.mark.slow
 @starts_ray
 def test_a_replica_with_old_weights_loads_the_newest_before_it_answers(joined_cluster, tiny_folder):
-
     old, new = (list(tiny_model(seed=seed).named_parameters()) for seed in (1, 2))
     references = [store_weights(weights) for weights in (old, new)]
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)

@@ -25,11 +25,8 @@ from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, to_rollout
 from verl_lightning.rollout.vllm import late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
-from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks
+from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
 from verl_lightning.types import Rollout
-
-BUCKET_BYTES = 2**28
-"""Weights are sent in messages of about this size."""
 
 GRACE = 60.0
 """Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
@@ -145,7 +142,7 @@ class ProcessEngine:
 
     def _send_between_gpus(self, sender: GPUSender, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._ask("start_weights")
-        for chunk in chunks(weights, BUCKET_BYTES):
+        for chunk in chunks(weights):
             placed = sender.on_gpu(chunk)
             self._send({"do": "receive_weights", "info": sender.announce(placed)})
             sender.send(placed)
@@ -278,9 +275,9 @@ class ProcessEngine:
         return EngineDiedError(f"the engine's process {self._process.pid} ended with {self._process.returncode}.")
 
 
-def buckets(weights: Iterator[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[bytes]:
-    """Weights in the safetensors format, in messages of about ``size`` bytes."""
-    for chunk in chunks(((name, weight.cpu()) for name, weight in weights), size):
+def buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:
+    """Weights in the safetensors format, in messages of about `BUCKET_BYTES`."""
+    for chunk in chunks_on_host(weights):
         yield safetensors.torch.save({name: weight.contiguous() for name, weight in chunk.items()})
 
 

@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_lightning.rollout.process import BUCKET_BYTES
-from verl_lightning.rollout.weight_transfer import chunks
+from verl_lightning.rollout.weight_transfer import chunks_on_host
 
-Stored = dict[str, tuple[str, list[int], "np.ndarray[Any, np.dtype[np.uint8]]"]]
+Stored = dict[str, tuple[torch.dtype, torch.Size, "np.ndarray[Any, np.dtype[np.uint8]]"]]
 """Type, shape and bytes of each weight, by name."""
 
 
-def store_weights(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> list[Any]:
-    """References of weights that Ray keeps as long as these live; each holds about ``size`` bytes."""
+def store_weights(weights: Iterable[tuple[str, Tensor]]) -> list[Any]:
+    """References of weights that Ray keeps as long as these live; each holds about `BUCKET_BYTES`."""
     import ray
 
-    return [ray.put(as_bytes(chunk)) for chunk in chunks(((name, weight.cpu()) for name, weight in weights), size)]
+    return [ray.put(as_bytes(chunk)) for chunk in chunks_on_host(weights)]
 
 
 def read_weights(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -35,11 +34,7 @@ def read_weights(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 def as_bytes(weights: Mapping[str, Tensor]) -> Stored:
     """Weights on the CPU as arrays, which Ray lays into its store as they are; numpy knows no bfloat16."""
     return {
-        name: (
-            str(weight.dtype).removeprefix("torch."),
-            list(weight.shape),
-            weight.contiguous().flatten().view(torch.uint8).numpy(),
-        )
+        name: (weight.dtype, weight.shape, weight.contiguous().flatten().view(torch.uint8).numpy())
         for name, weight in weights.items()
     }
 
@@ -49,4 +44,4 @@ def as_weights(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     for name, (dtype, shape, array) in stored.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # nobody writes to them
-            yield name, torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
+            yield name, torch.from_numpy(array).view(dtype).view(shape)

@@ -48,16 +48,11 @@ def register_float32_residual() -> None:
             self._sums_in_float32 = OPTIONS.items() <= config.get_current_vllm_config().additional_config.items()
 
         @override
-        def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
             if residual is None or not self._sums_in_float32:
-                return super().forward_native(x, residual)
+                return super().forward(x, residual)
             stream = x.float() + residual.float()
             scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + self.variance_epsilon)
             return (stream * scale).to(x.dtype) * self.weight, stream
-
-        @override
-        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-            sums = residual is not None and self._sums_in_float32
-            return self.forward_native(x, residual) if sums else super().forward_cuda(x, residual)
 
     custom_op.register_oot(Float32ResidualRMSNorm, name=base.__name__)

@@ -17,6 +17,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 Transfer = Literal["host", "nccl", "ipc"]
 """``host`` copies through the host's memory; ``nccl`` broadcasts between two GPUs; ``ipc`` lends memory of one GPU."""
 
+BUCKET_BYTES = 2**28
+"""Weights are sent in groups of about this size."""
+
 
 def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | None, engine_gpu: int | None) -> Transfer:
     """The way that two processes can go, the fastest if any will do.
@@ -48,7 +51,7 @@ def place(gpu: int | None) -> str:
     return "the CPU" if gpu is None else f"GPU {gpu}"
 
 
-def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+def chunks(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
     """Weights in order, in groups of about ``size`` bytes."""
     chunk: dict[str, Tensor] = {}
     for name, weight in weights:
@@ -58,6 +61,11 @@ def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[st
             chunk = {}
     if chunk:
         yield chunk
+
+
+def chunks_on_host(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """`chunks` on the CPU, to which each weight is copied as it comes."""
+    return chunks((name, weight.cpu()) for name, weight in weights)
 
 
 def describe(chunk: Mapping[str, Tensor]) -> dict[str, Any]:
