@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout import vllm
@@ -22,20 +22,9 @@ SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=32)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A deep model with spread-out logits: rounded after each of 48 layers, its stream errs most."""
+    """A deep model: rounded after each of 48 layers, its stream errs most."""
     path = tmp_path_factory.mktemp("deep")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-    )
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
+    tiny_model(hidden_size=256, num_layers=24, num_heads=4).bfloat16().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 

@@ -23,7 +23,6 @@ from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.types import TokenBatch
 
 Trained = tuple[list[float], dict[str, Tensor]]
-NO_OPTIONS: dict[str, Any] = {}
 
 
 class Inspector(Callback):
@@ -115,15 +114,13 @@ def test_every_second_block_is_recomputed(expected, tiny_folder, chat_file, tmp_
     assert_close(losses, expected[0], rtol=1e-4, atol=0)
 
 
-def train_mixed(
-    folder: Path, chats: Path, path: Path, ranks: int = 2, options: dict[str, Any] | None = NO_OPTIONS
-) -> Any:
+def train_mixed(folder: Path, chats: Path, path: Path, ranks: int, options: dict[str, Any] | None) -> Any:
     """In bfloat16 over float32 weights."""
     return train(folder, chats, path, ranks, options, precision="bf16-mixed")
 
 
 def test_mixed_precision_computes_in_bfloat16_on_float32_weights(expected, tiny_folder, chat_file, tmp_path):
-    (losses, weights), seen = on_ranks(2, train_mixed, tiny_folder, chat_file, tmp_path)[0]
+    (losses, weights), seen = on_ranks(2, train_mixed, tiny_folder, chat_file, tmp_path, 2, {})[0]
 
     assert seen["dtypes"] == {torch.float32}
     assert (seen["linear"], seen["block"]) == (torch.bfloat16, torch.float32)
