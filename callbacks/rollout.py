@@ -54,6 +54,7 @@ class RolloutCallback(Callback):
         self.val_sampling = val_sampling
         self.turns = turns
         self._engine: RolloutEngine | None = None
+        self._has_started = False
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
 
     takes_adapters = False
@@ -76,8 +77,11 @@ class RolloutCallback(Callback):
                 " whole weights only. Set it to true, or sample with `VLLMRollout`."
             )
         self._weights_step = -1
-        self._engine = self.make_engine(pl_module)
-        self._engine.start(trainer.strategy.root_device)
+        self._engine, self._has_started = self.make_engine(pl_module), False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_ready(trainer)
 
     @override
     def on_train_batch_start(
@@ -90,11 +94,16 @@ class RolloutCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_ready(trainer)
         self._weights_step = -1  # callbacks such as `EMAWeightAveraging` put other weights in place for a validation
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._weights_step = -1
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_ready(trainer)
 
     @override
     def on_validation_batch_start(
@@ -127,6 +136,21 @@ class RolloutCallback(Callback):
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
+
+    def _make_ready(self, trainer: Trainer) -> None:
+        """Start the engine unless it runs. Collective.
+
+        Not in ``setup``: after that hook, Lightning frees the workspaces of cuBLAS on the device, into which the CUDA
+        graphs of an engine in this process would go on writing.
+        """
+        if not self._has_started:
+            self.start_engine(trainer.strategy.root_device)
+            self._has_started = True
+
+    def start_engine(self, device: torch.device) -> None:
+        """Start the engine, on a device that the strategy has set up. Collective."""
+        assert self._engine is not None
+        self._engine.start(device)
 
     def sync_weights(self, module: PostTrainingModule) -> None:
         """Send the engine the policy as it is now, adapters merged in. Collective."""

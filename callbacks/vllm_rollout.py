@@ -191,8 +191,8 @@ class VLLMRollout(OneStepOffRollout):
         )
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
+    def start_engine(self, device: torch.device) -> None:
+        super().start_engine(device)
         self._rest()
 
     @override

@@ -146,6 +146,9 @@ class ToyRollout(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None: ...
 
     @override
+    def start_engine(self, device: Any) -> None: ...
+
+    @override
     def on_train_batch_start(self, *args: Any) -> None: ...
 
     @override

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,7 @@ from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, ma
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import ReMax
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +90,27 @@ def test_adapters_alone_need_an_engine_that_takes_them(tmp_path, tiny_folder, pr
 
     with pytest.raises(MisconfigurationException, match=r"the engine of `HFRollout` takes whole weights only"):
         make_trainer(tmp_path, make_rollout()).fit(make_ppo(tiny_folder, actor=actor), make_prompts(prompt_file))
+
+
+class Told(CPUAccelerator):
+    """Says when Lightning sets it up, which on a GPU frees memory that CUDA graphs of an engine would still use."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def setup(self, trainer):
+        self.events.append("accelerator")
+        super().setup(trainer)
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test"])
+def test_the_engine_starts_once_and_on_a_device_that_is_set_up(tmp_path, tiny_folder, prompt_file, entry, monkeypatch):
+    events, start = [], HFEngine.start
+    monkeypatch.setattr(HFEngine, "start", lambda engine, device: (events.append("engine"), start(engine, device)))
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=1, accelerator=Told(events))
+
+    prompts = make_prompts(prompt_file, prompt_file, test_files=str(prompt_file))
+    getattr(trainer, entry)(make_ppo(tiny_folder), datamodule=prompts)
+
+    assert events == ["accelerator", "engine"]
