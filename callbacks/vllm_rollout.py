@@ -24,7 +24,7 @@ from verl_lightning.modules.memory_plan import EngineMemory
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.rollout.vllm import VLLMEngine
+from verl_lightning.rollout.vllm import VLLMEngine, check_vllm
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import choose_transfer
 from verl_lightning.seeding import derive_seed
@@ -67,7 +67,7 @@ class VLLMRollout(OneStepOffRollout):
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
             another temperature than 1: vLLM can't give their log-probs over the whole vocabulary.
-        MisconfigurationException: In ``setup``, if vLLM can't be imported or can't run on the trainer's device.
+        MisconfigurationException: Before the first step, if vLLM is not there or can't run on the trainer's device.
     """
 
     memory_key = "rollout.gpu_memory_utilization"
@@ -189,6 +189,11 @@ class VLLMRollout(OneStepOffRollout):
             makes_text=any(each.stop or each.guide is not None for each in (self.sampling, self.val_sampling)),
             speculation=self.speculation,
         )
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        check_vllm()
 
     @override
     def start_engine(self, device: torch.device) -> None:

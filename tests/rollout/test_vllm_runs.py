@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace as Plain
+
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -103,6 +105,36 @@ def test_truncated_sampling_reports_log_probs_over_the_whole_vocabulary(folder):
     assert set(rollout.response_ids.flatten().tolist()) <= set(log_probs.topk(3).indices.tolist())
     assert_close(rollout.rollout_log_probs[:, 0], log_probs[rollout.response_ids[:, 0]], atol=1e-4, rtol=0)
     assert_close(draw, expected_draw)
+
+
+def make_sleeper(folder, wake_up):
+    """An engine asleep, as only one on a GPU can be, and what becomes of it."""
+    engine, fates = make_vllm_engine(folder), []
+    core = Plain(shutdown=lambda: fates.append("ended"))
+    engine._llm = Plain(llm_engine=Plain(engine_core=core), wake_up=lambda: wake_up(fates))
+    engine._is_asleep, engine._owns_process_group = True, False
+    return engine, fates
+
+
+def test_an_engine_that_sleeps_wakes_before_it_ends(folder):
+    """vLLM's allocator frees only memory that is mapped; what it is asked to free else ends in an error of CUDA's."""
+    engine, fates = make_sleeper(folder, lambda fates: fates.append("awake"))
+
+    engine.stop()
+    engine.stop()
+
+    assert fates == ["awake", "ended"]
+
+
+def test_an_engine_that_can_not_wake_ends_all_the_same(folder):
+    def fail(fates):
+        raise torch.OutOfMemoryError("no room")
+
+    engine, fates = make_sleeper(folder, fail)
+    with pytest.warns(UserWarning, match=r"could not wake up .*\(no room\)\. Start no other engine"):
+        engine.stop()
+
+    assert fates == ["ended"]
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import importlib
+import importlib.util
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -65,6 +68,8 @@ class VLLMEngine:
             MisconfigurationException: If vLLM is not installed, or can't run on this device.
         """
         vllm = import_vllm()
+        if device.type == "cuda":
+            import_before_weights()
         register_float32_residual()
         self._device = device
         self._owns_process_group = not dist.is_initialized()
@@ -192,17 +197,31 @@ class VLLMEngine:
         return end_if_stuck(seconds, (lambda: culprit) if isinstance(culprit, str) else culprit)
 
     def stop(self) -> None:
-        """Give back all memory; may be called twice."""
+        """Give back all memory, so that another engine can start in this process; may be called twice."""
         if self._llm is None:
             return
+        if self._is_asleep:
+            self._map_memory()
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._adapter = None
         self._is_asleep = False
+        gc.collect()  # the engine's parts refer to each other
         parallel_state = importlib.import_module("vllm.distributed.parallel_state")
         if self._owns_process_group:
             parallel_state.cleanup_dist_env_and_memory()
         else:
             parallel_state.destroy_model_parallel()
+
+    def _map_memory(self) -> None:
+        """Have memory that sleep gave back once more: vLLM frees only what it has, and ends in an error of CUDA's."""
+        torch.cuda.empty_cache()
+        try:
+            self._running.wake_up()
+        except RuntimeError as error:
+            warnings.warn(
+                f"vLLM could not wake up to end in good order ({error}). Start no other engine in this process.",
+                stacklevel=2,
+            )
 
     @property
     def _running(self) -> Any:
@@ -338,17 +357,42 @@ def import_vllm() -> Any:
     """The package, told to run its engine in this process.
 
     Raises:
-        MisconfigurationException: If it is not installed.
+        MisconfigurationException: If it can't be imported.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no argument of `LLM` says it
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of what is as it should be
     try:
         return importlib.import_module("vllm")
     except ImportError as error:
-        raise MisconfigurationException(
-            f"`VLLMRollout` needs vLLM, which can't be imported ({error}). Install it (`pip install"
-            " 'verl-lightning[vllm]'`; for CPUs see requirements/vllm-cpu.txt), or sample with `rollout: HFRollout`."
-        ) from error
+        raise missing_vllm(str(error)) from error
+
+
+def check_vllm() -> None:
+    """See that the package is there, without the time that its import takes.
+
+    Raises:
+        MisconfigurationException: If it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise missing_vllm("No module named 'vllm'")
+
+
+def missing_vllm(reason: str) -> MisconfigurationException:
+    """Says what to install."""
+    return MisconfigurationException(
+        f"`VLLMRollout` needs vLLM, which can't be imported ({reason}). Install it (`pip install"
+        " 'verl-lightning[vllm]'`; for CPUs see requirements/vllm-cpu.txt), or sample with `rollout: HFRollout`."
+    )
+
+
+def import_before_weights() -> None:
+    """Import what vLLM (seen in 0.26) imports while it allocates weights on a GPU.
+
+    FlashInfer makes a table on torch's default device as it is imported. Among the weights, sleep would wipe it, and
+    it would outlive the engine: vLLM then starts no other in the process.
+    """
+    if importlib.util.find_spec("flashinfer") is not None:
+        importlib.import_module("flashinfer")
 
 
 def repack_output_heads(model: nn.Module) -> None:
