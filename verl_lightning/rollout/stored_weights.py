@@ -44,4 +44,5 @@ def as_weights(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     for name, (dtype, shape, array) in stored.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # nobody writes to them
-            yield name, torch.from_numpy(array).view(dtype).view(shape)
+            stored_bytes = torch.from_numpy(array)
+        yield name, stored_bytes.view(dtype).view(shape)
