@@ -111,7 +111,7 @@ def make_sleeper(folder, wake_up):
     """An engine asleep, as only one on a GPU can be, and what becomes of it."""
     engine, fates = make_vllm_engine(folder), []
     core = Plain(shutdown=lambda: fates.append("ended"))
-    engine._llm = Plain(llm_engine=Plain(engine_core=core), wake_up=lambda: wake_up(fates))
+    engine._llm = Plain(llm_engine=Plain(engine_core=core), wake_up=lambda tags: wake_up(fates))
     engine._is_asleep, engine._owns_process_group = True, False
     return engine, fates
 

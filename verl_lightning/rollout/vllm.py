@@ -128,8 +128,12 @@ class VLLMEngine:
 
     def _wake_weights(self) -> None:
         if self._is_asleep:
-            torch.cuda.empty_cache()  # vLLM maps memory itself and can't use what torch keeps for later
-            self._running.wake_up(tags=["weights"])
+            self._wake(["weights"])
+
+    def _wake(self, tags: list[str] | None = None) -> None:
+        """Map memory that sleep gave back, of these tags or all."""
+        torch.cuda.empty_cache()  # vLLM maps memory itself and can't use what torch keeps for later
+        self._running.wake_up(tags=tags)
 
     def _wake_cache(self) -> None:
         if self._is_asleep:
@@ -201,22 +205,21 @@ class VLLMEngine:
         if self._llm is None:
             return
         if self._is_asleep:
-            self._map_memory()
+            self._wake_to_end()
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._adapter = None
         self._is_asleep = False
-        gc.collect()  # the engine's parts refer to each other
         parallel_state = importlib.import_module("vllm.distributed.parallel_state")
         if self._owns_process_group:
             parallel_state.cleanup_dist_env_and_memory()
         else:
             parallel_state.destroy_model_parallel()
+            gc.collect()  # as vLLM's own cleanup does: the engine's parts refer to each other
 
-    def _map_memory(self) -> None:
-        """Have memory that sleep gave back once more: vLLM frees only what it has, and ends in an error of CUDA's."""
-        torch.cuda.empty_cache()
+    def _wake_to_end(self) -> None:
+        """Have all memory once more: vLLM frees only what is mapped, and else ends in an error of CUDA's."""
         try:
-            self._running.wake_up()
+            self._wake()
         except RuntimeError as error:
             warnings.warn(
                 f"vLLM could not wake up to end in good order ({error}). Start no other engine in this process.",
