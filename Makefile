@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 install: $(VENV)/installed
 
 # pip before 23.3 crashes on some of these packages. Python compiles what it imports; pip would compile all, for a minute.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,31 +22,73 @@ def tracked_files() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy of the tracked files."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files as in a ZIP or a clone with ``core.symlinks=false``: links are files that hold their target."""
+    source = tmp_path_factory.mktemp("source")
     for file in tracked_files():
         if (ROOT / file).exists() and file.parts[0] not in {"tests", "docs", "benchmarks", "examples"}:
             (source / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, source / file, follow_symlinks=False)
-    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=source, check=True, capture_output=True)
-    (file,) = out.glob("*.whl")
-    return zipfile.ZipFile(file)
+            if (ROOT / file).is_symlink():
+                (source / file).write_text(str((ROOT / file).readlink()))
+            else:
+                shutil.copy(ROOT / file, source / file)
+    return source
 
 
-def test_the_wheel_installs_one_top_level_name(wheel):
-    names = {Path(name).parts[0] for name in wheel.namelist()}
-    assert {name for name in names if not name.endswith(".dist-info")} == {"verl_lightning"}
+@pytest.fixture(scope="module")
+def built(archive: Path) -> Path:
+    """A folder with the wheel, the sdist and the editable wheel that are built from the archive, all in one process."""
+    out = archive.with_name("built")
+    for folder in (out, out / "editable"):
+        folder.mkdir()
+    code = (
+        "from setuptools import build_meta\n"
+        f"build_meta.build_wheel({str(out)!r}); build_meta.build_sdist({str(out)!r})\n"
+        f"build_meta.build_editable({str(out / 'editable')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=archive, check=True, capture_output=True)
+    return out
 
 
-def test_the_wheel_holds_every_module_and_config(wheel):
-    held = {Path(name) for name in wheel.namelist()}
+def packaged_files() -> set[Path]:
+    """What an installation must hold, with its path in the package."""
     ours = [file for file in tracked_files() if file.parts[0] in {"verl_lightning", *LINKS} and (ROOT / file).is_file()]
     wanted = [file for file in ours if file.suffix in {".py", ".yaml", ".typed"}]
-    packaged = {file if file.parts[0] == "verl_lightning" else Path("verl_lightning", file) for file in wanted}
-    assert len(packaged) > 50
-    assert packaged - held == set()
+    return {file if file.parts[0] == "verl_lightning" else Path("verl_lightning", file) for file in wanted}
+
+
+def test_the_wheel_of_an_archive_without_links_is_one_whole_package(built):
+    (file,) = built.glob("*.whl")
+    held = {Path(name) for name in zipfile.ZipFile(file).namelist()}
+
+    assert {path.parts[0] for path in held if not path.parts[0].endswith(".dist-info")} == {"verl_lightning"}
+    assert len(packaged_files()) > 50
+    assert packaged_files() - held == set()
+
+
+def test_the_sdist_of_an_archive_without_links_holds_what_the_wheel_is_built_from(built):
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as sdist:
+        held = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
+
+    roots = {path if path.parts[1] not in LINKS else Path(*path.parts[1:]) for path in packaged_files()}
+    assert (roots | {Path(name) for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE")}) - held == set()
+
+
+def test_an_editable_installation_of_a_clone_without_links_runs(built, archive, tmp_path):
+    (file,) = (built / "editable").glob("*.whl")
+    zipfile.ZipFile(file).extractall(tmp_path)
+    code = (
+        f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
+        "from importlib.util import find_spec; from verl_lightning.cli import main, shipped_configs\n"
+        f"print(*[find_spec('verl_lightning.' + name).origin for name in {LINKS}], *shipped_configs())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-IS", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert shown.stdout.split()[:3] == [str(archive / name / "__init__.py") for name in LINKS]
+    assert {"grpo", "hardware/one_gpu"} <= set(shown.stdout.split())
 
 
 @pytest.mark.parametrize("name", LINKS)
