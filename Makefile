@@ -11,6 +11,8 @@ SEEDS ?= 0
 HERE := not backend and not oracle and not real_model
 LAUNCHES := tests/ray tests/resume tests/strategies
 export OMP_NUM_THREADS ?= 1
+# Images often forbid byte code. Each of the tests' many processes would then compile all that it imports, for 10 to 20 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install run test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -110,3 +111,12 @@ def test_ruff_meets_each_file_once():
     files = [Path(line) for line in shown.splitlines() if line.endswith(".py")]
     assert len(files) == len({file.resolve() for file in files})
     assert {ROOT / file for file in tracked_files() if file.suffix == ".py" and (ROOT / file).exists()} <= set(files)
+
+
+def test_make_lets_python_keep_byte_code():
+    """Images often forbid it; then each of many processes compiles all that it imports."""
+    words = ["make", "--silent", "--eval", 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"', "shown"]
+    shown = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "[]\n"
