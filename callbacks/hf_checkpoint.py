@@ -23,6 +23,7 @@ from verl_lightning.models.lora import has_adapters, write_adapter
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.weights import value_head_weights
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.weight_averaging import averaged_weights
 
 
 class HFCheckpoint(ModelCheckpoint):
@@ -32,7 +33,8 @@ class HFCheckpoint(ModelCheckpoint):
     A folder appears when it is complete and on the disk: a kill leaves the previous ones as they were. Nothing in it
     can resume training: keep a `ModelCheckpoint` in ``trainer.callbacks`` for that.
 
-    With LoRA a folder is a PEFT adapter: `PeftModel.from_pretrained` puts it on the base model.
+    With LoRA a folder is a PEFT adapter: `PeftModel.from_pretrained` puts it on the base model. With a
+    `WeightAveraging` callback its averaged weights are written, which are those that are validated.
 
     Args:
         dirpath: Parent of the folders; null takes ``hf`` beside Lightning's ``checkpoints``.
@@ -135,6 +137,10 @@ class HFCheckpoint(ModelCheckpoint):
         Raises:
             RuntimeError: On every rank, if the one that writes can't.
         """
+        with averaged_weights(trainer):
+            self._write(trainer, path)
+
+    def _write(self, trainer: Trainer, path: Path) -> None:
         module = trainer.lightning_module
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
         model = self._model(module)

@@ -47,6 +47,9 @@ class PostTrainingStrategy:
     adamw: type[torch.optim.AdamW] = torch.optim.AdamW
     """Which AdamW `make_optimizer` makes."""
 
+    holds_whole_models = True
+    """Whether each rank has all weights of the models."""
+
     lightning_module: LightningModule | None
     precision_plugin: Precision
     root_device: torch.device

@@ -80,6 +80,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     """
 
     adamw = LocalAdamW
+    holds_whole_models = False
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from verl_lightning.strategies.base import DataParallelMixin
 class MegatronGroups(DataParallelMixin):
     """Sums and gathers over the ranks that see different data, one of each copy of the model."""
 
+    holds_whole_models = False
     _model_parallel_group: dist.ProcessGroup | None = None
 
     @property

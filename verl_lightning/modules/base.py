@@ -40,6 +40,7 @@ from verl_lightning.modules.phases import (
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.speed import Work, mfu_notice, training_work
+from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
@@ -223,8 +224,9 @@ class PostTrainingModule(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
         phases = [BatchPhases()] if self.automatic_optimization else []
+        averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
         resuming = FinishInterruptedStep(), AgreeOnSigterm()
-        return [*phases, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), *resuming]
+        return [*phases, *averaging, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), *resuming]
 
     @override
     def setup(self, stage: str) -> None:
@@ -262,6 +264,7 @@ class PostTrainingModule(LightningModule):
         checkpoint[SHAPES_KEY] = self._weight_shapes()
         checkpoint[BASES_KEY] = self.base_fingerprints
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
+        drop_frozen_current(self, checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -286,6 +289,7 @@ class PostTrainingModule(LightningModule):
                 f"`ckpt_path` holds adapters for another base than `path` of the {wrong[0]}: the frozen weights differ."
                 " Use the base model of that run."
             )
+        choose_weights(self, checkpoint)
         checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
 
     def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""Lightning's weight averaging, made whole: what is validated, what is saved and what is exported are equal weights."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from typing_extensions import override
+
+from verl_lightning.models.fingerprint import with_frozen, without_frozen
+
+CURRENT_KEY = "current_model_state"
+"""Under which Lightning's callback saves the weights in training; ``state_dict`` holds the averaged ones then."""
+
+
+class CompleteAveraging(Callback):
+    """Does for a `WeightAveraging` callback what Lightning leaves out.
+
+    Rounding makes the average of equal numbers another number, so what is not trained is copied from the module after
+    each average. A test after a fit reads the checkpoint's averaged weights, as a validation does.
+
+    Uses private names of lightning>=2.6.4,<2.7, which `test_lightnings_private_names_are_still_there` watches.
+
+    Args:
+        averaging: The callback, which comes before this one.
+    """
+
+    def __init__(self, averaging: WeightAveraging) -> None:
+        self._averaging = averaging
+        self._step = -1  # `global_step` of the last look
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._averaging._latest_update_step = 0  # that of another fit would keep this one from averaging
+        else:
+            self._averaging._average_model = None  # else a checkpoint would bring the weights in training
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._keep_frozen(pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_frozen(pl_module)
+
+    @torch.no_grad()
+    def _keep_frozen(self, module: LightningModule) -> None:
+        assert self._averaging._average_model is not None
+        averages = _tensors(self._averaging._average_model.module)
+        for average, current in zip(averages, _tensors(module), strict=True):
+            if not current.requires_grad:
+                average.copy_(current)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
+
+
+@contextmanager
+def averaged_weights(trainer: Trainer) -> Iterator[None]:
+    """Within it the module holds the weights that are validated: averaged ones where a callback averages."""
+    averaging = next(iter(averaging_callbacks(trainer)), None)
+    if averaging is None or averaging._average_model is None:
+        yield
+        return
+    averaging._swap_models(trainer.lightning_module)
+    try:
+        yield
+    finally:
+        averaging._swap_models(trainer.lightning_module)
+
+
+def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
+    """The trainer's callbacks that average weights."""
+    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+
+
+def complete_averaging(trainer: Trainer, *, holds_whole_models: bool) -> list[CompleteAveraging]:
+    """What a `WeightAveraging` callback needs beside it.
+
+    Args:
+        trainer: Whose callbacks are looked at.
+        holds_whole_models: Whether each rank has all weights.
+
+    Raises:
+        MisconfigurationException: If several average, each of which would validate and save what the other made, or if
+            ranks hold parts of the weights, which the callback can't copy.
+    """
+    found = averaging_callbacks(trainer)
+    names = [f"`{type(callback).__name__}`" for callback in found]
+    if len(found) > 1:
+        raise MisconfigurationException(
+            f"{' and '.join(names)} both put their averages in the place of the weights. Keep one of them."
+        )
+    if found and trainer.training and not holds_whole_models:
+        raise MisconfigurationException(
+            f"{names[0]} copies whole models, but under `{type(trainer.strategy).__name__}` each process holds a part"
+            " of the weights. Use `--strategy ddp`, or take the callback out."
+        )
+    # Each rank averages whole models, nothing is sharded; and evaluations want the averaged weights alone.
+    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that overrides")
+    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback, but loading a checkpoint")
+    return [CompleteAveraging(callback) for callback in found]
+
+
+def drop_frozen_current(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Leave the frozen weights out of those in training that a checkpoint has beside the averaged ones."""
+    if CURRENT_KEY in checkpoint:
+        checkpoint[CURRENT_KEY] = without_frozen(module, checkpoint[CURRENT_KEY])
+
+
+def choose_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Have training go on from the weights in training of a checkpoint that has averaged ones too."""
+    if CURRENT_KEY not in checkpoint:
+        return
+    if module.trainer.training and not averaging_callbacks(module.trainer):
+        checkpoint["state_dict"] = checkpoint.pop(CURRENT_KEY)
+        rank_zero_info(
+            "The checkpoint is of a run with a `WeightAveraging` callback, which this run has not: training goes on"
+            " from the weights in training, and the average is dropped."
+        )
+    else:
+        checkpoint[CURRENT_KEY] = with_frozen(module, checkpoint[CURRENT_KEY])
