@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
+
 
 def picky(sample):
     """The response's number; fails on the multiples of ten."""
@@ -16,8 +18,9 @@ def picky(sample):
 
 
 def kills_its_actor_once(sample, marker):
-    """The response's number; the first to come to 7 kills the Ray actor, which is the parent of this process."""
+    """The response's number; the first to come to 7 kills the Ray actor, which is above the two supervisors."""
     if sample.response == "7" and not Path(marker).exists():
-        Path(marker).write_text(str(os.getppid()))
-        os.kill(os.getppid(), signal.SIGKILL)
+        actor = psutil.Process().parents()[2].pid
+        Path(marker).write_text(str(actor))
+        os.kill(actor, signal.SIGKILL)
     return int(sample.response)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_lightning.ray.cluster import PlacementError
@@ -24,8 +26,8 @@ def make_samples(count: int) -> list[RewardSample]:
     return [RewardSample(response=str(index), ground_truth=None, **fields) for index in range(count)]
 
 
-def config_of(function: str, **changes: object) -> RewardConfig:
-    return RewardConfig(function=f"{FUNCTIONS}:{function}", backend="ray", **changes)
+def config_of(function: str, folder: Path = FUNCTIONS.parent, **changes: object) -> RewardConfig:
+    return RewardConfig(function=f"{folder / FUNCTIONS.name}:{function}", backend="ray", **changes)
 
 
 @pytest.mark.slow
@@ -60,6 +62,25 @@ def test_a_killed_actor_is_replaced_and_its_samples_scored_again(joined_cluster,
     assert int(marker.read_text()) != os.getpid()
     assert results.rewards == again.rewards == [float(index) for index in range(32)]
     assert (results.num_errors, results.num_timeouts) == (0, 0)
+
+
+@pytest.mark.slow
+@starts_ray
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_processes_that_rewards_started_end_with_their_actor(joined_cluster, tmp_path, end):
+    """Ray kills the children of an actor that it ends, and no others."""
+    pool = RayRewardPool(config_of("start_processes", FUNCTIONS.parents[1] / "rewards", num_workers=1))
+    pool.start()
+    pool.score([replace(make_samples(1)[0], response=str(tmp_path / "pids"))])
+    started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+    if end == "kill":
+        psutil.Process(started[0]).parents()[3].kill()
+    pool.stop()
+
+    assert len(started) == 4
+    psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
+    assert not any(psutil.pid_exists(pid) for pid in started)
 
 
 @pytest.mark.slow

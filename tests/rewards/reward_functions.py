@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,37 @@ def spin_and_tell(sample):
 def hang_in_child(sample):
     """Has a child process hold the pipe named by the response open for ever."""
     subprocess.run(["sh", "-c", 'exec 3>"$0"; printf started >&3; sleep 1000', sample.response], check=True)
+
+
+def start_processes(sample):
+    """Leaves a child, one in a session of its own, an orphan and its forked twin, and tells their process ids."""
+    nowhere = subprocess.DEVNULL
+    own = [subprocess.Popen(["sleep", "1000"], start_new_session=leads, stderr=nowhere) for leads in (False, True)]
+    orphan = "trap '' TERM HUP; setsid sleep 1000 >/dev/null 2>&1 & echo $!"
+    pids = [process.pid for process in own] + [int(subprocess.check_output(["sh", "-c", orphan]))]
+    if (twin := os.fork()) == 0:
+        os.setsid()
+        os.close(2)
+        time.sleep(1000)
+    with open(sample.response, "a") as file:
+        file.write("".join(f"{pid}\n" for pid in [*pids, twin]))
+    return 1.0
+
+
+def start_processes_and_spin(sample):
+    start_processes(sample)
+    spin()
+
+
+def start_processes_and_end(sample):
+    start_processes(sample)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_processes_and_kill_the_supervisor(sample):
+    start_processes(sample)
+    os.kill(os.getppid(), signal.SIGKILL)
+    spin()
 
 
 def noisy(sample):

@@ -114,7 +114,8 @@ def test_a_worker_that_died_between_batches_costs_no_sample(make_sample, start_p
     pool = start_pool("reward_functions.py:number", max_error_share=0.0)
     pid = int(pool.score([make_sample("1")]).components["pid"][0])
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    while not pool._workers[0].is_dead:
+        time.sleep(0.01)
 
     assert pool.score([make_sample("2")]).rewards == [2.0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_lightning.rewards.base import RewardSample
-from verl_lightning.rewards.process import WorkerProcess
+from verl_lightning.rewards.process import WorkerProcess, stop_workers
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch
 from verl_lightning.rewards.wire import encode_line, encode_sample
 
@@ -153,15 +152,13 @@ class RewardPool:
 
     def stop(self) -> None:
         """Ends the workers. Does nothing if there are none; ``start`` may follow."""
-        for worker in self._workers:
-            worker.stop()
+        stop_workers(self._workers)
         self._workers = []
 
     def _spawn(self) -> WorkerProcess:
         first_line = {
             "function": self.config.function,
             "arguments": self.config.arguments,
-            "parent_pid": os.getpid(),
             "sys_path": [str(path) for path in sys.path],
         }
         return WorkerProcess(encode_line(first_line), start_timeout=_START_SECONDS)

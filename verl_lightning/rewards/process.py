@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 _STOP_SECONDS = 1.0  # an idle worker leaves at once when its pipe closes, unless user code holds it
+_KILL_SECONDS = 3.0  # its supervisor takes one at the most, unless user code has stopped it
 
 
 class WorkerProcess:
     """A worker process, spoken to without ever blocking.
 
-    Made by `exec`, not `fork`: the parent may hold CUDA contexts and threads.
+    Made by `exec`, not `fork`: the parent may hold CUDA contexts and threads. What is held here is the worker's
+    supervisor, which ends when the worker and all that it started have ended.
 
     Args:
         first_line: What the worker is to load, see ``verl_lightning.rewards.worker``.
@@ -29,11 +31,11 @@ class WorkerProcess:
 
     def __init__(self, first_line: bytes, *, start_timeout: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "verl_lightning.rewards.worker"],
+            [sys.executable, "-m", "verl_lightning.rewards.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent; and `kill` reaches the processes that user code starts
+            start_new_session=True,  # Ctrl-C is for the parent
             env=os.environ | {"PYTHONHASHSEED": "0"},  # the order of a set must not depend on the process
         )
         assert self._process.stdin is not None
@@ -98,28 +100,52 @@ class WorkerProcess:
             self.deadline = math.inf if is_idle else time.monotonic() + self._timeout
         return [json.loads(line) for line in lines]
 
-    def stop(self) -> None:
-        """Lets an idle worker leave by itself; kills it if it doesn't, and any other at once."""
+    def begin_stop(self) -> None:
+        """Closes the pipe, at which an idle worker leaves; has any other killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if not self.is_ready or self.queue:
+            self._process.terminate()
+
+    def end_stop(self, deadline: float) -> None:
+        """Waits for the worker's end until a time of the monotonic clock, and kills it then."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_SECONDS if self.is_ready and not self.queue else 0)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> str:
-        """Kills the process, with all that user code started in its session, and frees the pipes.
+        """Kills the process, with all that user code started, and frees the pipes.
 
         Returns:
-            How the process ended, such as ``exit code 3`` or ``SIGSEGV``.
+            How the worker ended, such as ``exit code 3`` or ``SIGSEGV``.
         """
-        if self._process.returncode is None:  # else its process id may be another's by now
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        self._process.terminate()
+        try:
+            code = self._process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return _describe_end(code)
 
     def _send(self, lines: bytes) -> None:
         self._outgoing += lines
         self.flush()
+
+
+def stop_workers(workers: Sequence[WorkerProcess]) -> None:
+    """Lets idle workers leave by themselves, all at once; kills those that don't, and any others."""
+    for worker in workers:
+        worker.begin_stop()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for worker in workers:
+        worker.end_stop(deadline)
+
+
+def _describe_end(code: int) -> str:
+    """Names an exit code, which above 128 may be a signal's number plus 128, as in a shell."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code if code < 0 else code - 128).name
+    return f"exit code {code}"

@@ -1,17 +1,16 @@
-"""A reward worker's process: ``python -m verl_lightning.rewards.worker``, started and spoken to by the pool.
+"""A reward worker's process: ``python -m verl_lightning.rewards.worker PID``, started and spoken to by the pool.
 
-Reads from its stdin one line that names the function, then one line a sample; answers each on its stdout.
+Reads from its stdin one line that names the function, then one line a sample; answers each on its stdout. ``PID`` is
+the pool's, without which nothing lives on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import numbers
 import os
 import random
-import signal
 import sys
 import traceback
 import zlib
@@ -21,16 +20,17 @@ from typing import Any, BinaryIO
 from verl_lightning.rewards.base import RewardFn
 from verl_lightning.rewards.loading import load_reward_function
 from verl_lightning.rewards.wire import decode_sample, encode_line
+from verl_lightning.supervisor import supervise
 
 
 def main() -> None:
     """Loads the function, says so, then scores samples until the pool closes the pipe."""
+    supervise(int(sys.argv[1]))
     requests, answers = take_over_pipes()
     first_line = requests.readline()
     if not first_line:
         return
     start = json.loads(first_line)
-    die_with_parent(start["parent_pid"])
     sys.path.extend(path for path in start["sys_path"] if path not in sys.path)
     try:
         function = load_reward_function(start["function"], start["arguments"])
@@ -55,22 +55,6 @@ def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     return requests, answers
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Has Linux kill this process when the parent's thread that started it ends, even by SIGKILL.
-
-    A worker between two samples sees the end of its pipe; this is for one that is stuck in a user's code.
-
-    Args:
-        parent_pid: Of the pool's process. If it has gone already, this process ends now.
-    """
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit()
 
 
 def score(function: RewardFn, line: bytes) -> dict[str, Any]:
