@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verl_lightning.models.scorer import check_none_missing
+
 
 def shard(
     model: nn.Module,
@@ -107,11 +109,7 @@ def receive_weights(
         else:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = value
-    if missing:
-        raise ValueError(
-            f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing.values())}`. Give a whole"
-            " model, as `save_pretrained` writes it."
-        )
+    check_none_missing(path, missing.values())
 
 
 def _spread(
