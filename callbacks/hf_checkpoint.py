@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import SafetensorError
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.models.hf_folder import (
     atomic_folder,
     clear_partial_folders,
@@ -135,7 +136,7 @@ class HFCheckpoint(ModelCheckpoint):
         """Write the model to a folder, in place of what is there. Collective.
 
         Raises:
-            RuntimeError: On every rank, if the one that writes can't.
+            RunError: On every rank, if the one that writes can't.
         """
         with averaged_weights(trainer):
             self._write(trainer, path)
@@ -165,7 +166,7 @@ class HFCheckpoint(ModelCheckpoint):
             pass
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            raise RuntimeError(f"`HFCheckpoint` could not write `{path}` ({problem}).")
+            raise RunError(f"`HFCheckpoint` could not write `{path}` ({problem}).")
 
     @property
     def _folder(self) -> Path:

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.strategies import fsdp_checkpoint
 from verl_lightning.strategies.megatron import portable as megatron
 
@@ -89,9 +90,9 @@ def continue_run(logger: WandbLogger, run_id: str) -> None:
     Reaches into Lightning 2.6's `WandbLogger`, whose id can only be given to its constructor.
 
     Raises:
-        RuntimeError: If Lightning has changed these names.
+        RunError: If Lightning has changed these names.
     """
     if not hasattr(logger, "_wandb_init") or not hasattr(logger, "_id"):
-        raise RuntimeError("`WandbLogger` of this Lightning version can't be given a run id; 2.6 is known to work.")
+        raise RunError("`WandbLogger` of this Lightning version can't be given a run id; 2.6 is known to work.")
     logger._wandb_init |= {"id": run_id, "resume": "allow"}
     logger._id = run_id

@@ -17,6 +17,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
+from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
@@ -243,7 +244,7 @@ class VLLMRollout(OneStepOffRollout):
         """What some work of the engine yields; done anew, on all ranks, when one of the engines died. Collective.
 
         Raises:
-            RuntimeError: If engines died more often than `BesideConfig.max_restarts`.
+            RunError: If engines died more often than `BesideConfig.max_restarts`.
         """
         if self.beside is None:
             return work()
@@ -261,7 +262,7 @@ class VLLMRollout(OneStepOffRollout):
                 return result
             self._num_restarts += num_deaths
             if self._num_restarts > self.beside.max_restarts:
-                raise RuntimeError(restarts_message(self._num_restarts, self.beside.max_restarts)) from death
+                raise RunError(restarts_message(self._num_restarts, self.beside.max_restarts)) from death
             if death is not None:
                 warnings.warn(f"{death} A new one takes its place.", stacklevel=2)
                 self._vllm.start(module.device)
@@ -300,7 +301,7 @@ class VLLMRollout(OneStepOffRollout):
         self._vllm.drop_caches()  # a resumed run may have other canaries, and must find the same cache
         self._canary_gap = log_prob_gap(module, rollout)
         if not self._canary_gap <= self.canary_limit:
-            raise RuntimeError(gap_message(self._canary_gap, self.canary_limit, step))
+            raise RunError(gap_message(self._canary_gap, self.canary_limit, step))
 
     def _max_model_len(self, trainer: Trainer) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""

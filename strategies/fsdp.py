@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
@@ -362,7 +363,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         finally:
             is_everywhere = self.broadcast(is_open)
         if not is_everywhere:
-            raise RuntimeError(f"rank 0 could not load `path: {config.path}`; its message says why.")
+            raise RunError(f"rank 0 could not load `path: {config.path}`; its message says why.")
         return source
 
     def _largest_count(self, micro_batches: Sequence[TokenBatch]) -> int:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from verl_lightning.faults import RunError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder, remove_folder
 from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE, take_tensors
 
@@ -46,7 +47,7 @@ class BackgroundSaves:
             path: The folder.
 
         Raises:
-            RuntimeError: If the save before has failed; or the error with which it has.
+            RunError: If the save before has failed; or the error with which it has.
         """
         self.wait()
         tensors, settings, stack = take_tensors(checkpoint), io.BytesIO(), ExitStack()
@@ -67,7 +68,7 @@ class BackgroundSaves:
         """Tell of a save that has failed, and delete what a durable one makes needless; does not wait.
 
         Raises:
-            RuntimeError: If another rank's part of the save has failed; or the error with which this rank's has.
+            RunError: If another rank's part of the save has failed; or the error with which this rank's has.
         """
         if self._running is not None:
             if not self._running.done():
@@ -105,7 +106,7 @@ class BackgroundSaves:
             told = [is_whole]
             dist.broadcast_object_list(told, src=0, group=self._group)
         if not told[0]:
-            raise RuntimeError(f"rank 0 could not complete the checkpoint `{path}`; its message says why.")
+            raise RunError(f"rank 0 could not complete the checkpoint `{path}`; its message says why.")
 
 
 def remove_checkpoint(path: Path, *, is_writer: bool) -> None:

@@ -88,11 +88,11 @@ def load_whole_model(model: nn.Module, state: Mapping[str, Tensor], *, strict: b
     """Take this rank's part of each weight of a state dict that every rank has.
 
     Raises:
-        KeyError: If ``strict`` and a weight is missing.
+        ValueError: If ``strict`` and a weight is missing.
     """
     targets = model.state_dict()
     if strict and (missing := sorted(targets.keys() - state.keys())):
-        raise KeyError(f"the checkpoint lacks {len(missing)} weights of the model, such as `{missing[0]}`.")
+        raise ValueError(f"the checkpoint lacks {len(missing)} weights of the model, such as `{missing[0]}`.")
     for name in targets.keys() & state.keys():
         if isinstance(state[name], DTensor):  # the model's own frozen weight
             continue

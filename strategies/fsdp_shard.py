@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl_lightning.models.scorer import check_none_missing
+from verl_lightning.faults import RunError
 
 
 def shard(
@@ -96,7 +96,7 @@ def receive_weights(
         cpu_offload: Put the weights into the host's memory.
 
     Raises:
-        RuntimeError: If rank 0 could not read on.
+        RunError: If rank 0 could not read on.
         ValueError: If the source lacks weights.
     """
     model.to_empty(device=torch.device("cpu") if cpu_offload else device)
@@ -109,7 +109,11 @@ def receive_weights(
         else:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = value
-    check_none_missing(path, missing.values())
+    if missing:
+        raise ValueError(
+            f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing.values())}`. Give a whole"
+            " model, as `save_pretrained` writes it."
+        )
 
 
 def _spread(
@@ -126,7 +130,7 @@ def _spread(
         finally:
             dist.broadcast_object_list(told, 0, device=device)
         if told[0] is None:
-            raise RuntimeError(f"rank 0 could not load `path: {path}`; its message says why.")
+            raise RunError(f"rank 0 could not load `path: {path}`; its message says why.")
         if not told[0]:
             return
         for name in told[0]:

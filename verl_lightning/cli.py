@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from verl_lightning import __version__
+from verl_lightning.faults import cause_for_user, is_of_collective
+from verl_lightning.saying import has_another_failed, say_once
 
 SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
@@ -174,31 +176,19 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook`: errors that are meant for the user become one sentence, all others keep their traceback."""
-    if is_meant_for_user(error):
-        sys.stderr.write(f"verl-fit: error: {error}\n")
-    else:
-        sys.__excepthook__(kind, error, trace)
+    """A `sys.excepthook`: errors that are meant for the user become one sentence, all others keep their traceback.
 
-
-def is_meant_for_user(error: BaseException) -> bool:
-    """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
-
-    True for Lightning's `MisconfigurationException`, and for any error from a `raise` statement of this package.
+    Where a fault came up while an error was handled, as when a run is torn down, the error's sentence is the last line.
     """
-    from lightning.fabric.utilities.exceptions import MisconfigurationException  # late: see `main`
-
-    if isinstance(error, MisconfigurationException):
-        return True
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames:
-        return False
-    module = str(frames[-1][0].f_globals.get("__name__", ""))
-    statement = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return module.startswith("verl_lightning.") and statement.startswith("raise ")
+    cause = cause_for_user(error)
+    if cause is None and is_of_collective(error) and has_another_failed():
+        say_once("verl-fit: error: another process of this run has failed; its message says why.\n")
+        return
+    text = "" if cause is error else "".join(traceback.format_exception(kind, error, trace))
+    say_once(text if cause is None else f"{text}verl-fit: error: {cause}\n")
 
 
 def fail(message: str) -> NoReturn:
     """Ends the process with one sentence and the exit code of a wrong command line."""
-    sys.stderr.write(f"verl-fit: error: {message}\n")
+    say_once(f"verl-fit: error: {message}\n")
     raise SystemExit(2)

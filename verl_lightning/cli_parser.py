@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from verl_lightning.cli_errors import describe, did_you_mean, read_failure, readable_type
 from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
+from verl_lightning.saying import say_once
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
 
@@ -99,7 +100,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         where = f"in `{self._config_file}`: " if self._config_file else ""
-        sys.stderr.write(f"verl-fit: error: {where}{self.explain(message)}\n")
+        say_once(f"verl-fit: error: {where}{self.explain(message)}\n")
         self.exit(2)
 
     def explain(self, message: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from verl_lightning.faults import InternalValueError
+
 Kind = Literal["mean", "sum", "max", "min"]
 Number = Tensor | float
 
@@ -24,10 +26,10 @@ class Metric(NamedTuple):
         """Both parts as one.
 
         Raises:
-            ValueError: If the two are reduced in different ways.
+            InternalValueError: If the two are reduced in different ways.
         """
         if self.kind != other.kind:
-            raise ValueError(f"a metric cannot be both a {self.kind} and a {other.kind}")
+            raise InternalValueError(f"a metric cannot be both a {self.kind} and a {other.kind}")
         weight = self.weight + other.weight
         if self.kind in ("mean", "sum"):
             return Metric(self.kind, self.total + other.total, weight)

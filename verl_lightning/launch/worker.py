@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from verl_lightning.cli import is_meant_for_user
+from verl_lightning.faults import is_meant_for_user
 from verl_lightning.launch.board import Place
 from verl_lightning.launch.reporter import NodeLeavingError, Reporter, StoppedOnRequest, newest_checkpoint
 from verl_lightning.launch.task import Task

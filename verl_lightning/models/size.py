@@ -30,9 +30,6 @@ class ModelRole(NamedTuple):
     trainable: bool
     """Whether it is trained."""
 
-    key: str = "model.actor"
-    """The user's key of its settings."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:

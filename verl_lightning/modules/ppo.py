@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, total
@@ -295,7 +296,7 @@ class PPOModule(SamplingModule):
             self._gathered = []
             return joined.groups(range(needed))
         if len(self._gathered) >= self.dynamic_sampling.max_batches:
-            raise RuntimeError(
+            raise RunError(
                 f"`dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad responses in"
                 f" {len(self._gathered)} batches (`dynamic_sampling.max_batches`): the task is too easy or too hard."
                 " Choose other prompts, sample more responses to each, or allow more batches."

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, Verdict
@@ -118,10 +119,10 @@ class SamplingModule(PostTrainingModule):
         """The responses that the rollout callback added to a batch.
 
         Raises:
-            RuntimeError: If there are none.
+            RunError: If there are none.
         """
         if key not in batch:
-            raise RuntimeError(
+            raise RunError(
                 f'the batch holds no `{key}`: the rollout callback must add `batch["{key}"]` before each step.'
             )
         rollout: Rollout = batch[key]

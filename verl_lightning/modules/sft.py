@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric, MetricTable, masked_mean
 from verl_lightning.models.config import ModelConfig, check_no_rollout
@@ -228,5 +229,5 @@ class SFTModule(PostTrainingModule):
     def _log_evaluation(self, stage: str) -> None:
         metrics = self._evaluation.reduce(self.contract.gather_over_data_parallel)
         if "loss" not in metrics:
-            raise RuntimeError(f"the {stage} loader gave no supervised token. Check its files.")
+            raise RunError(f"the {stage} loader gave no supervised token. Check its files.")
         self.log(f"{stage}/loss", metrics["loss"], prog_bar=True, batch_size=1)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from verl_lightning.faults import RunError
 from verl_lightning.functional.pass_at_k import pass_at_k
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.ppo_config import ValidationConfig
@@ -53,11 +54,11 @@ def validation_metrics(
         stage: ``val`` or ``test``, the first part of each name.
 
     Raises:
-        RuntimeError: If none has a reward.
+        RunError: If none has a reward.
     """
     everyone, responses = responses, [response for response in responses if response.is_valid]
     if not responses:
-        raise RuntimeError(
+        raise RunError(
             f"no {stage} response could be scored: the loader was empty, or the reward function always failed."
         )
     sources: defaultdict[str, list[ScoredResponse]] = defaultdict(list)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lightning.faults import RunError
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, require
 
 START_SECONDS = 600.0
@@ -16,7 +17,7 @@ START_SECONDS = 600.0
 _MAX_DEATHS = 2  # of an actor that starts
 
 
-class ActorsLostError(RuntimeError):
+class ActorsLostError(RunError):
     """Actors died that a run can't do without; it is nobody's mistake, so the run may be started again."""
 
 

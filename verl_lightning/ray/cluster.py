@@ -8,11 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verl_lightning.faults import RunError
+
 _ADVICE = "Ask for fewer or smaller ones, or add nodes."
 _BUSY_SECONDS = 5.0  # what a dead group held is free again after about one
 
 
-class PlacementError(RuntimeError):
+class PlacementError(RunError):
     """The cluster can't hold what was asked."""
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_lightning.faults import RunError
 from verl_lightning.ray.actors import START_SECONDS, ActorsLostError
 
 MAX_DEATHS = 3
@@ -42,7 +43,7 @@ class Crew:
             send: Asks an actor; gives the reference of its answer.
 
         Raises:
-            RuntimeError: If each actor that is asked dies.
+            RunError: If each actor that is asked dies.
             ActorsLostError: If none is left.
             Exception: Whatever an actor raises.
         """
@@ -60,7 +61,7 @@ class Crew:
             finally:
                 self._held[index].remove(cost)
                 self._changed.set()
-        raise RuntimeError(
+        raise RunError(
             f"{MAX_DEATHS} Ray actors died over the same request, so it was given up; `ray logs` has their last words."
             f" The last death: {death}"
         )
@@ -128,7 +129,7 @@ def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any,
         The answers, in the order of the requests.
 
     Raises:
-        RuntimeError: If each actor that is asked the same dies.
+        RunError: If each actor that is asked the same dies.
         ActorsLostError: If none is left.
         Exception: Whatever an actor raises.
     """

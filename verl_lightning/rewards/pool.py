@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl_lightning.faults import RunError
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.process import WorkerProcess, stop_workers
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch
@@ -75,11 +76,11 @@ def check_failures(config: RewardConfig, results: RewardResults) -> None:
         results: Of a batch, so far.
 
     Raises:
-        RuntimeError: If more samples have failed.
+        RunError: If more samples have failed.
     """
     if results.num_errors + results.num_timeouts <= config.max_error_share * len(results.rewards):
         return
-    raise RuntimeError(
+    raise RunError(
         f"The reward `function: {config.function}` failed on {results.num_errors} of {len(results.rewards)} samples"
         f" and ran out of time (`timeout: {config.timeout:g}`) on {results.num_timeouts}, which is more than"
         f" `max_error_share: {config.max_error_share:g}` allows. Mend the function, or raise the share to"
@@ -130,8 +131,9 @@ class RewardPool:
             One reward a sample, in order; None for samples to leave out.
 
         Raises:
-            RuntimeError: If more than ``max_error_share`` of the samples fail (as soon as that is certain), or before
-                ``start``. The pool is then stopped.
+            RunError: If more than ``max_error_share`` of the samples fail, as soon as that is certain. The pool is then
+                stopped.
+            RuntimeError: Before ``start``.
             TypeError: If a sample holds a value that JSON can't express.
         """
         if not self._workers:

@@ -86,7 +86,8 @@ class RayRewardPool:
             One reward a sample, in order; None for samples to leave out.
 
         Raises:
-            RuntimeError: If more than ``max_error_share`` of the samples fail, or before ``start``.
+            RunError: If more than ``max_error_share`` of the samples fail.
+            RuntimeError: Before ``start``.
             TypeError: If a sample holds a value that JSON can't express.
         """
         if not self._actors:

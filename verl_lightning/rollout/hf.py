@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from verl_lightning.faults import InternalValueError
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import load_backbone, position_ids
 from verl_lightning.rollout.base import Prompts, SamplingConfig
@@ -62,17 +63,17 @@ class HFEngine:
         """Copy the policy's weights.
 
         Raises:
-            ValueError: If the names are not exactly those of the model.
+            InternalValueError: If the names are not exactly those of the model.
         """
         parameters = dict(self._running.named_parameters())
         loaded = set()
         for name, weight in weights:
             if name not in parameters:
-                raise ValueError(f"the policy sent the weight `{name}`, which the rollout model does not have.")
+                raise InternalValueError(f"the policy sent the weight `{name}`, which the rollout model does not have.")
             parameters[name].copy_(weight)
             loaded.add(name)
         if missing := parameters.keys() - loaded:
-            raise ValueError(f"the policy did not send {len(missing)} weights, such as `{min(missing)}`.")
+            raise InternalValueError(f"the policy did not send {len(missing)} weights, such as `{min(missing)}`.")
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:

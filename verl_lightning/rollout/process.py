@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from verl_lightning.faults import RunError
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, to_rollout
 from verl_lightning.rollout.vllm import late_message
@@ -42,7 +43,7 @@ ERRORS: dict[str, type[Exception]] = {
 }
 
 
-class EngineDiedError(RuntimeError):
+class EngineDiedError(RunError):
     """The engine's process ended; a new one may take its place."""
 
 
@@ -155,7 +156,7 @@ class ProcessEngine:
         except EngineDiedError as error:
             if sender.transfer != "nccl":
                 raise
-            raise RuntimeError(
+            raise RunError(
                 f"{error} It died while weights were on their way, and this process' GPU now waits for it forever."
                 " Go on from the last checkpoint, or set `rollout.beside.transfer: host`."
             ) from error

@@ -1,0 +1,71 @@
+"""Which errors are the user's to mend, told in a sentence, and which are faults of ours, shown with their traceback."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from types import FrameType
+
+RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+class RunError(RuntimeError):
+    """A run that can't go on, for a reason that lies in its data, its rewards or its machine.
+
+    A plain ``RuntimeError`` of this package says that its parts were used in the wrong order or answer what they must
+    not, which is a fault of the package's own.
+    """
+
+
+class InternalValueError(ValueError):
+    """A wrong value that one part of this package gave to another: a fault of the package's own."""
+
+
+USERS_ERRORS = (ValueError, TypeError, OSError, ImportError, RunError)
+"""What this package raises, beside Lightning's `MisconfigurationException`, for the user to mend."""
+
+
+def is_meant_for_user(error: BaseException) -> bool:
+    """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
+
+    True for Lightning's `MisconfigurationException`, and for `USERS_ERRORS` of a ``raise`` statement of this package.
+    What a library raises, or a mistaken call of ours, keeps its traceback.
+    """
+    exceptions = sys.modules.get("lightning.fabric.utilities.exceptions")  # else none of its errors was raised
+    if exceptions is not None and isinstance(error, exceptions.MisconfigurationException):
+        return True
+    if not isinstance(error, USERS_ERRORS) or isinstance(error, InternalValueError) or error.__traceback__ is None:
+        return False
+    frame, instruction = innermost(error)
+    return module_of(frame).startswith("verl_lightning.") and frame.f_code.co_code[instruction] == RAISE
+
+
+def cause_for_user(error: BaseException) -> BaseException | None:
+    """The error that is meant for the user: this one, or one during whose handling it came up."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        if is_meant_for_user(found):
+            return found
+        seen.append(found)
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return None
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether the error came up while processes exchanged something: often because another one had ended."""
+    return error.__traceback__ is not None and module_of(innermost(error)[0]).startswith("torch.distributed.")
+
+
+def innermost(error: BaseException) -> tuple[FrameType, int]:
+    """The frame that an error was raised in, and the instruction that it was at."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame, trace.tb_lasti
+
+
+def module_of(frame: FrameType) -> str:
+    """Name of the module of a frame's code."""
+    return str(frame.f_globals.get("__name__", ""))

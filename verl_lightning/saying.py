@@ -1,0 +1,62 @@
+"""What the processes of one run say when it fails: each message once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def say_once(text: str) -> None:
+    """Writes to stderr what no other process of this run on this machine has written.
+
+    Args:
+        text: Whole lines.
+    """
+    if not is_said(text):
+        sys.stderr.write(text)
+
+
+def is_said(text: str) -> bool:
+    """Whether another process of this run on this machine has asked the same before; never for a run of one process.
+
+    Whoever is first makes an empty file, so that no message must pass between processes that may be dying.
+    """
+    folder = said_in_run(os.environ)
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # better twice than never
+        return False
+    return False
+
+
+def has_another_failed() -> bool:
+    """Whether another process of this run on this machine has said why it fails."""
+    folder = said_in_run(os.environ)
+    return folder is not None and folder.is_dir()
+
+
+def said_in_run(environment: Mapping[str, str]) -> Path | None:
+    """The folder for what is said; None for a run of one process, and where the system has no list of processes.
+
+    Its name tells what only processes of one run have in common: who started them, when that began, and their port.
+    """
+    if "LOCAL_RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) == 1:
+        return None
+    is_launched = "TORCHELASTIC_RUN_ID" in environment or "SLURM_PROCID" in environment
+    is_first = not is_launched and environment.get("LOCAL_RANK", "0") == "0"  # Lightning starts the others from it
+    pid = os.getpid() if is_first else os.getppid()
+    try:
+        # The 22nd field says when a process began; the second may hold spaces.
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+    return Path(tempfile.gettempdir(), f"verl-fit-said-{pid}-{began}-{environment.get('MASTER_PORT', '')}")
