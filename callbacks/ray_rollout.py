@@ -59,6 +59,12 @@ class RayRollout(OneStepOffRollout):
         )
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(self.rollout, VLLMRollout):
+            self.rollout.check_speculation(torch.device("cuda" if self.demand.gpus else "cpu"))
+        super().setup(trainer, pl_module, stage)
+
+    @override
     def make_engine(self, module: PostTrainingModule) -> RayEngines:
         if sends_adapters(module):
             raise MisconfigurationException(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,27 +13,23 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks import canary
+from verl_lightning.callbacks.engine_beside import Replacements, check_visible, engine_gpu, trainer_gpu
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
-from verl_lightning.faults import RunError
-from verl_lightning.functional.masking import masked_sum
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.memory_plan import EngineMemory
 from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
+from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.rollout.vllm import VLLMEngine, check_vllm
+from verl_lightning.rollout.vllm import VLLMEngine, check_speculation, check_vllm
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import choose_transfer
-from verl_lightning.seeding import derive_seed
 from verl_lightning.types import Rollout
 
 T = TypeVar("T")
-
-CANARY_PROMPTS = 4
-CANARY_TOKENS = 16
 
 
 class VLLMRollout(OneStepOffRollout):
@@ -52,8 +47,10 @@ class VLLMRollout(OneStepOffRollout):
             GPU that the engine has for itself. Ignored on CPUs.
         enforce_eager: Do without CUDA graphs and compilation: starts in seconds, samples slower.
         sleeps: Whether the engine gives its GPU memory back while the policy learns.
-        canary_limit: Largest gap, in nats per token. A healthy gap is below 0.0001 in float32, and in bfloat16 about
-            0.01, or several times that for models with sharp scores; raise the limit for one whose sync is known good.
+        canary_limit: Largest gap, in nats per token. Null is 0.05 where both sides compute in bfloat16, 0.02 in float16
+            and in float32 on GPUs, 0.0005 in float32 on CPUs. A healthy gap is below 0.0001 in float32, and in bfloat16
+            about 0.01, or several times that for models with sharp scores; raise the limit for one whose sync is known
+            good.
         deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
         tensor_parallel_size: Training processes that share one engine, for models that don't fit on one GPU; it must
             divide their number.
@@ -80,7 +77,7 @@ class VLLMRollout(OneStepOffRollout):
         gpu_memory_utilization: float | None = None,
         enforce_eager: bool = False,
         sleeps: bool = True,
-        canary_limit: float = 0.05,
+        canary_limit: float | None = None,
         deadline: float = 1800.0,
         tensor_parallel_size: int = 1,
         beside: BesideConfig | None = None,
@@ -91,7 +88,7 @@ class VLLMRollout(OneStepOffRollout):
         super().__init__(sampling, val_sampling, turns, overlap=overlap)
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
-        if canary_limit <= 0:
+        if canary_limit is not None and canary_limit <= 0:
             raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
         if deadline <= 0:
             raise ValueError(f"`rollout.deadline` must be above 0 seconds, got {deadline}.")
@@ -119,10 +116,9 @@ class VLLMRollout(OneStepOffRollout):
         self.speculation = speculation
         self._gpu_share = 0.0
         self._is_elsewhere = False
-        self._num_restarts = 0
+        self._replacements: Replacements | None = None
         self._log_probs_mode = log_probs_mode(sampling)
-        self._canary: Prompts | None = None
-        self._canary_gap = 0.0
+        self._canary = canary.Canary(canary_limit)
 
     takes_adapters = True
 
@@ -133,13 +129,17 @@ class VLLMRollout(OneStepOffRollout):
                 f"`rollout.tensor_parallel_size: {self.tensor_parallel_size}` does not divide the"
                 f" {module.trainer.world_size} training processes. Change it, or `trainer.devices`."
             )
-        self._canary = None
-        self._num_restarts = 0
+        self._canary.forget()
         self._is_elsewhere = self.beside is not None and not self._shares_gpus(module)
         self._gpu_share = self._memory_share(module)
         config = self._engine_config(module)
         if self.beside is None:
             return VLLMEngine(config)
+        self._replacements = Replacements(
+            self.beside.max_restarts,
+            replace=lambda module: self._vllm.start(module.device),
+            sync_weights=self.sync_weights,
+        )
         gpu = engine_gpu(self.beside, module.trainer)
         check_visible(gpu, torch.cuda.device_count())
         transfer = choose_transfer(self.beside.transfer, trainer_gpu=trainer_gpu(module.trainer), engine_gpu=gpu)
@@ -187,7 +187,8 @@ class VLLMRollout(OneStepOffRollout):
             enforce_eager=self.enforce_eager,
             deadline=self.deadline,
             tensor_parallel_size=self.tensor_parallel_size,
-            makes_text=any(each.stop or each.guide is not None for each in (self.sampling, self.val_sampling)),
+            makes_text=any(each.stop or each.guide is not None for each in self._samplings.values()),
+            guides={f"rollout.{name}.guide": s.guide for name, s in self._samplings.items() if s.guide is not None},
             speculation=self.speculation,
         )
 
@@ -195,6 +196,36 @@ class VLLMRollout(OneStepOffRollout):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         check_vllm()
+        has_gpu = self.beside.gpus if self.beside is not None else trainer.strategy.root_device.type == "cuda"
+        self.check_speculation(torch.device("cuda" if has_gpu else "cpu"))
+
+    def check_speculation(self, device: torch.device) -> None:
+        """Refuse to guess tokens where engines on a device would get them wrong, before they are started.
+
+        Raises:
+            ValueError: If so.
+        """
+        for sampling in self._samplings.values() if self.speculation is not None else ():
+            check_speculation(device, sampling)
+
+    @property
+    def _samplings(self) -> dict[str, SamplingConfig]:
+        """All ways to sample, by their option."""
+        return {"sampling": self.sampling, "val_sampling": self.val_sampling}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"canary": self._canary.state()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._canary.restore(state_dict["canary"])
+
+    @override
+    def _make_ready(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        assert isinstance(module, PostTrainingModule)  # checked in `setup`
+        self._attempt(module, lambda: super(VLLMRollout, self)._make_ready(trainer))
 
     @override
     def start_engine(self, device: torch.device) -> None:
@@ -206,7 +237,7 @@ class VLLMRollout(OneStepOffRollout):
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        pl_module.log("rollout/canary_gap", self._canary_gap, batch_size=1)
+        pl_module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
         self._rest()
 
     @override
@@ -233,7 +264,7 @@ class VLLMRollout(OneStepOffRollout):
                 self._attempt(module, lambda: self.sync_weights(module))
             self._weights_step = trainer.global_step
             with module.phase("canary"):
-                self._check_canary(module, batch, trainer.global_step)
+                self._check_canary(module, batch)
 
     @override
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
@@ -241,32 +272,7 @@ class VLLMRollout(OneStepOffRollout):
 
     @override
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
-        """What some work of the engine yields; done anew, on all ranks, when one of the engines died. Collective.
-
-        Raises:
-            RunError: If engines died more often than `BesideConfig.max_restarts`.
-        """
-        if self.beside is None:
-            return work()
-        must_sync = False
-        while True:
-            death = None
-            try:
-                if must_sync:
-                    self.sync_weights(module)
-                result = work()
-            except EngineDiedError as error:
-                death = error
-            num_deaths = sum_over_ranks(module, int(death is not None))
-            if num_deaths == 0:
-                return result
-            self._num_restarts += num_deaths
-            if self._num_restarts > self.beside.max_restarts:
-                raise RunError(restarts_message(self._num_restarts, self.beside.max_restarts)) from death
-            if death is not None:
-                warnings.warn(f"{death} A new one takes its place.", stacklevel=2)
-                self._vllm.start(module.device)
-            must_sync = True
+        return work() if self._replacements is None else self._replacements.attempt(module, work)
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
@@ -287,21 +293,15 @@ class VLLMRollout(OneStepOffRollout):
             write_adapter(Path(folder), backbone, weights, fingerprint="")
             self._vllm.load_adapter(Path(folder))
 
-    def _check_canary(self, module: PostTrainingModule, batch: dict[str, Any], step: int) -> None:
+    def _check_canary(self, module: PostTrainingModule, batch: dict[str, Any]) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
-        if self._canary is None:
-            rows = slice(CANARY_PROMPTS)
-            ids, mask = batch["prompt_ids"][rows], batch["prompt_mask"][rows]
-            seeds = [[derive_seed("canary", row)] for row in range(len(ids))]
-            self._canary = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
-        tokens = min(CANARY_TOKENS, self.sampling.max_new_tokens)
+        tokens = min(canary.MAX_TOKENS, self.sampling.max_new_tokens)
         # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
         sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens, guide=None)
-        rollout = self._share(module, self._canary, lambda part: self._generate(module, part, sampling))
-        self._vllm.drop_caches()  # a resumed run may have other canaries, and must find the same cache
-        self._canary_gap = log_prob_gap(module, rollout)
-        if not self._canary_gap <= self.canary_limit:
-            raise RunError(gap_message(self._canary_gap, self.canary_limit, step))
+        prompts = self._canary.prompts(module.trainer, batch)
+        rollout = self._share(module, prompts, lambda part: self._generate(module, part, sampling))
+        self._attempt(module, self._vllm.drop_caches)  # others must find the cache as if there were no canary
+        self._canary.check(module, rollout, self._dtype(module))
 
     def _max_model_len(self, trainer: Trainer) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""
@@ -328,83 +328,7 @@ def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
     )
 
 
-def sum_over_ranks(module: PostTrainingModule, count: int) -> int:
-    """The sum of every rank's count, whether they see the same data or not. Collective."""
-    of_others = module.contract.sum_over_data_parallel(torch.tensor(float(count)).to(module.device))
-    return sum(module.contract.gather_over_model_parallel(int(of_others)))
-
-
 def engine_dtype(precision: str | None, weights_dtype: str) -> str:
     """The type that the trainer computes in: that of ``trainer.precision``, else that of the weights."""
     name = (precision or "").partition("-")[0]
     return {"bf16": "bfloat16", "16": "float16"}.get(name, weights_dtype)
-
-
-def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
-    """Mean ``|trainer's log-prob - engine's|`` over the response tokens of all ranks, in nats. Collective."""
-    (scores,) = module.contract.forward(module.policy, [rollout])
-    assert scores.log_probs is not None
-    differences = (scores.log_probs - rollout.rollout_log_probs).abs()
-    mask = rollout.response_mask
-    sums = torch.stack([masked_sum(differences, mask), mask.sum().to(differences.dtype)])
-    total, count = module.contract.sum_over_data_parallel(sums)
-    return float(total / count)
-
-
-def trainer_gpu(trainer: Trainer) -> int | None:
-    """The GPU of this process, None on a CPU."""
-    device = trainer.strategy.root_device
-    return device.index if device.type == "cuda" else None
-
-
-def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
-    """The GPU of this process's engine.
-
-    Raises:
-        MisconfigurationException: If it was given none.
-    """
-    if not beside.gpus:
-        return None
-    if trainer.local_rank >= len(beside.gpus):
-        raise MisconfigurationException(
-            f"`rollout.beside.gpus` names {len(beside.gpus)} GPUs, but this node has a training process with local rank"
-            f" {trainer.local_rank}. Name one for each."
-        )
-    return beside.gpus[trainer.local_rank]
-
-
-def check_visible(gpu: int | None, count: int) -> None:
-    """Refuse an engine's GPU that this process can't see.
-
-    Args:
-        gpu: Its index, None for none.
-        count: Of the GPUs that the process sees.
-
-    Raises:
-        MisconfigurationException: If there is no such GPU.
-    """
-    if gpu is not None and gpu >= count:
-        raise MisconfigurationException(
-            f"`rollout.beside.gpus` names GPU {gpu}, but this process sees {count} GPUs, counted from 0. Name others,"
-            " or have `CUDA_VISIBLE_DEVICES` list those of the engines too."
-        )
-
-
-def restarts_message(num_deaths: int, limit: int) -> str:
-    """Why a run stops whose engines keep dying."""
-    return (
-        f"engines died {num_deaths} times, but `rollout.beside.max_restarts` is {limit}. What they wrote stands above;"
-        " the usual cause is memory: lower `rollout.gpu_memory_utilization`, or look for the kernel's OOM killer."
-    )
-
-
-def gap_message(gap: float, limit: float, step: int) -> str:
-    """Why a run stops whose engine samples from another policy than the one in training."""
-    return (
-        f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
-        f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
-        " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
-        " compute in different types (`trainer.precision`, `actor.dtype`). If `rollout: HFRollout` trains well from"
-        " here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
-        " bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
-    )

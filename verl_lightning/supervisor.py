@@ -1,20 +1,77 @@
-"""Processes above a worker that see to it that nothing which user code starts outlives it."""
+"""Processes above a worker that see to it that nothing which it starts outlives it, nor it its parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of the same
 _KILL_SECONDS = 1.0  # for processes that don't end at once; those that still don't are left to the kernel
+_END_SECONDS = 3.0  # a supervisor takes one at the most, unless user code has stopped it
+
+
+class SupervisedProcess:
+    """A module in a process of its own, below supervisors that end it with its parent, and all that it starts with it.
+
+    Made by `exec`, not `fork`: the parent may hold CUDA contexts and threads. Ctrl-C is for the parent alone.
+
+    Args:
+        module: Whose ``main`` it runs, such as ``verl_lightning.rewards.worker``.
+        arguments: Its command line.
+        options: Of `subprocess.Popen`.
+    """
+
+    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+        command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+        self.popen: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **options)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it and all that it has started have ended."""
+        return self.popen.poll() is not None
+
+    def begin_end(self) -> None:
+        """Has it killed, and all that it has started; does not wait."""
+        self.popen.terminate()
+
+    def end(self, patience: float = 0.0) -> int:
+        """Ends it and all that it has started; may be called twice.
+
+        Args:
+            patience: Seconds in which it may end by itself.
+
+        Returns:
+            The exit code; that of a signal is negative.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(patience)
+        self.begin_end()
+        try:
+            code = self.popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            code = self.popen.wait()
+        with contextlib.suppress(ValueError):  # above 128 it may be that of a signal, as in a shell
+            code = -signal.Signals(code - 128)
+        return code
+
+
+def main() -> None:
+    """Runs the module of a `SupervisedProcess`, which may take long to import what it needs."""
+    parent_pid, module, *arguments = sys.argv[1:]
+    supervise(int(parent_pid))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def supervise(parent_pid: int) -> None:
@@ -109,3 +166,7 @@ def _end_with_parent(parent: int, by: signal.Signals) -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    main()

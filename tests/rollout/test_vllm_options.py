@@ -23,7 +23,7 @@ from verl_lightning.callbacks.vllm_rollout import (
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.rollout.vllm import import_before_weights, launcher
-from verl_lightning.rollout.vllm_config import BesideConfig
+from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
 
 
 class Silence(Environment):
@@ -107,6 +107,7 @@ def test_a_single_process_on_another_gpu_is_refused():
         (lambda: BesideConfig(gpus=[1, 1]), r"`gpus` must name a GPU of its own for each local rank, got \[1, 1\]"),
         (lambda: BesideConfig(max_restarts=-1), "`max_restarts` must not be negative, got -1"),
         (lambda: Guide(), r"must set one of `regex`, `choice`, `json` and `grammar`, got none"),
+        (lambda: Guide(json="{"), "`guide.json` must be a schema written in JSON, which it is not: Expecting"),
         (lambda: Guide(regex="a", json="{}"), r"`grammar`, got \['regex', 'json'\]"),
         (lambda: SamplingConfig(stop=[""]), r"`stop` must list texts that are not empty, got \[''\]"),
         (lambda: HFRollout(SamplingConfig(stop=["x"])), r"`rollout.sampling` sets `stop` or `guide`.*`VLLMRollout`"),
@@ -115,6 +116,18 @@ def test_a_single_process_on_another_gpu_is_refused():
 def test_bad_values_of_vllm_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("beside", [None, BesideConfig()])
+def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folder, prompt_file, monkeypatch, beside):
+    monkeypatch.setattr("verl_lightning.callbacks.vllm_rollout.check_vllm", lambda: None)
+    samplings = SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7)
+    rollout = VLLMRollout(*samplings, beside=beside, speculation=SpeculationConfig())
+    module = make_ppo(tiny_folder)
+
+    with pytest.raises(ValueError, match="`rollout.speculation` on a CPU can decode greedily alone"):
+        make_trainer(tmp_path, rollout).fit(module, make_prompts(prompt_file))
+    assert not list(module.parameters())
 
 
 def test_overlap_needs_a_correction(tmp_path, tiny_folder, prompt_file):

@@ -40,6 +40,4 @@ def test_a_resumed_run_equals_the_uninterrupted_one(experiment):
     resumed = experiment.resume(2, "early")
 
     assert_same_state(resumed.module.state_dict(), whole.module.state_dict())
-    for ours, expected in zip(resumed.metrics, whole.metrics, strict=True):
-        # The canary's prompts are the first ones that a process meets.
-        assert ours | {"rollout/canary_gap": ""} == expected | {"rollout/canary_gap": ""}
+    assert resumed.metrics == whole.metrics

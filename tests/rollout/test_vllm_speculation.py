@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine, check_speculation
 from verl_lightning.rollout.vllm_config import SpeculationConfig, SpeculationMethod
 from verl_lightning.rollout.worker import decode_config
@@ -33,7 +33,10 @@ def test_options_that_do_not_fit_are_refused(options, message):
 
 
 def test_an_engine_in_another_process_gets_the_same_options(tmp_path):
-    config = make_vllm_config(tmp_path, speculation=SpeculationConfig(method="draft_model", path="/draft"))
+    guides = {"rollout.sampling.guide": Guide(regex="[0-9]+")}
+    config = make_vllm_config(
+        tmp_path, guides=guides, speculation=SpeculationConfig(method="draft_model", path="/draft")
+    )
 
     assert decode_config(dataclasses.asdict(config)) == config
 

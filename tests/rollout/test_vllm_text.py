@@ -50,6 +50,18 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(engine, folde
 
 
 @pytest.mark.parametrize(
+    "guide",
+    [Guide(regex="[0-9"), Guide(regex="(?<=a)b"), Guide(json='{"type": "nothing"}'), Guide(grammar="root ::= missing")],
+)
+def test_a_guide_that_vllm_does_not_understand_is_refused(folder, guide):
+    engine = make_vllm_engine(folder, makes_text=True, guides={"rollout.sampling.guide": guide})
+
+    with pytest.raises(ValueError, match=r"`rollout.sampling.guide.\w+` is nothing that vLLM can guide by, got"):
+        engine.start(torch.device("cpu"))
+    assert engine._llm is None
+
+
+@pytest.mark.parametrize(
     ("guide", "form"), [(Guide(regex="[0-9]{3}"), "[0-9]{3}"), (Guide(choice=["12", "345"]), "12|345")]
 )
 def test_guided_responses_have_the_form_asked_for(engine, folder, guide, form):

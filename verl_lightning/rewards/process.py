@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from verl_lightning.supervisor import SupervisedProcess
+
 _STOP_SECONDS = 1.0  # an idle worker leaves at once when its pipe closes, unless user code holds it
-_KILL_SECONDS = 3.0  # its supervisor takes one at the most, unless user code has stopped it
 
 
 class WorkerProcess:
     """A worker process, spoken to without ever blocking.
-
-    Made by `exec`, not `fork`: the parent may hold CUDA contexts and threads. What is held here is the worker's
-    supervisor, which ends when the worker and all that it started have ended.
 
     Args:
         first_line: What the worker is to load, see ``verl_lightning.rewards.worker``.
@@ -30,18 +26,18 @@ class WorkerProcess:
     """
 
     def __init__(self, first_line: bytes, *, start_timeout: float) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "verl_lightning.rewards.worker", str(os.getpid())],
+        self._process = SupervisedProcess(
+            "verl_lightning.rewards.worker",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent
             env=os.environ | {"PYTHONHASHSEED": "0"},  # the order of a set must not depend on the process
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.requests = self._process.stdin.fileno()
-        self.answers = self._process.stdout.fileno()
+        requests, answers = self._process.popen.stdin, self._process.popen.stdout
+        assert requests is not None
+        assert answers is not None
+        self._pipes = requests, answers
+        self.requests, self.answers = requests.fileno(), answers.fileno()
         os.set_blocking(self.requests, False)
         self.queue: deque[int] = deque()  # positions of the samples it holds, the one in hand first
         self.is_ready = False
@@ -60,7 +56,7 @@ class WorkerProcess:
     @property
     def is_dead(self) -> bool:
         """True if the process has ended."""
-        return self._process.poll() is not None
+        return self._process.has_ended
 
     def assign(self, positions: Sequence[int], lines: Sequence[bytes], *, timeout: float) -> None:
         """Hands over samples; the first one's time starts now.
@@ -102,33 +98,27 @@ class WorkerProcess:
 
     def begin_stop(self) -> None:
         """Closes the pipe, at which an idle worker leaves; has any other killed."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._pipes[0].close()
         if not self.is_ready or self.queue:
-            self._process.terminate()
+            self._process.begin_end()
 
     def end_stop(self, deadline: float) -> None:
         """Waits for the worker's end until a time of the monotonic clock, and kills it then."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        self.kill()
+        self.kill(patience=max(0.0, deadline - time.monotonic()))
 
-    def kill(self) -> str:
+    def kill(self, patience: float = 0.0) -> str:
         """Kills the process, with all that user code started, and frees the pipes.
+
+        Args:
+            patience: Seconds in which it may end by itself.
 
         Returns:
             How the worker ended, such as ``exit code 3`` or ``SIGSEGV``.
         """
-        self._process.terminate()
-        try:
-            code = self._process.wait(_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
+        code = self._process.end(patience)
+        for pipe in self._pipes:
             pipe.close()
-        return _describe_end(code)
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
     def _send(self, lines: bytes) -> None:
         self._outgoing += lines
@@ -142,10 +132,3 @@ def stop_workers(workers: Sequence[WorkerProcess]) -> None:
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         worker.end_stop(deadline)
-
-
-def _describe_end(code: int) -> str:
-    """Names an exit code, which above 128 may be a signal's number plus 128, as in a shell."""
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code if code < 0 else code - 128).name
-    return f"exit code {code}"

@@ -1,7 +1,6 @@
-"""A reward worker's process: ``python -m verl_lightning.rewards.worker PID``, started and spoken to by the pool.
+"""A reward worker's process: ``python -m verl_lightning.rewards.worker``, started and spoken to by the pool.
 
-Reads from its stdin one line that names the function, then one line a sample; answers each on its stdout. ``PID`` is
-the pool's, without which nothing lives on.
+Reads from its stdin one line that names the function, then one line a sample; answers each on its stdout.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import Any, BinaryIO
 from verl_lightning.rewards.base import RewardFn
 from verl_lightning.rewards.loading import load_reward_function
 from verl_lightning.rewards.wire import decode_sample, encode_line
-from verl_lightning.supervisor import supervise
 
 
 def main() -> None:
     """Loads the function, says so, then scores samples until the pool closes the pipe."""
-    supervise(int(sys.argv[1]))
     requests, answers = take_over_pipes()
     first_line = requests.readline()
     if not first_line:

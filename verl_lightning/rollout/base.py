@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
@@ -36,6 +37,11 @@ class Guide:
         given = [name for name in ("regex", "choice", "json", "grammar") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"`guide` must set one of `regex`, `choice`, `json` and `grammar`, got {given or 'none'}.")
+        if self.json:
+            try:
+                json.loads(self.json)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"`guide.json` must be a schema written in JSON, which it is not: {error}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -27,6 +25,7 @@ from verl_lightning.rollout.completions import Completion, to_rollout
 from verl_lightning.rollout.vllm import late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
+from verl_lightning.supervisor import SupervisedProcess
 from verl_lightning.types import Rollout
 
 GRACE = 60.0
@@ -75,18 +74,14 @@ class ProcessEngine:
         self.grace = grace
         self.transfer = transfer
         self._sender: GPUSender | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SupervisedProcess | None = None
         self._connection: Connection | None = None
         self._was_late = False
-
-    @property
-    def pid(self) -> int:
-        """Of the engine's process."""
-        assert self._process is not None
-        return self._process.pid
+        self.pid = 0
+        """Of the engine's process, once it has started."""
 
     def start(self, device: torch.device) -> None:
-        """Start a process in which vLLM has random weights, in place of one that died.
+        """Start a process in which vLLM has random weights, in place of one that died; does nothing if it runs.
 
         Args:
             device: The trainer's, which the engine leaves alone.
@@ -94,21 +89,28 @@ class ProcessEngine:
         Raises:
             EngineDiedError: If it does not start; what it wrote stands above.
         """
+        if self._process is not None and not self._process.has_ended:
+            return
         self.stop()
         ours, theirs = Pipe()
-        visible = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpu(self.gpu)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "verl_lightning.rollout.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the parent, which stops the engine
-            env=_environment_without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | visible,
-        )
-        theirs.close()
         self._connection = ours
+        self._process = self._spawn(theirs)
+        theirs.close()
         with self._watch(self.start_timeout):
-            self._ask("start", config=dataclasses.asdict(self.config), on_gpu=self.gpu is not None)
+            answer = self._ask("start", config=dataclasses.asdict(self.config), on_gpu=self.gpu is not None)
+            self.pid = answer["pid"]
             if self.transfer != "host":
                 self._meet(GPUSender(self.transfer, device))
+
+    def _spawn(self, connection: Connection) -> SupervisedProcess:
+        """A process that serves its end of the pipe."""
+        visible = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpu(self.gpu)}
+        return SupervisedProcess(
+            "verl_lightning.rollout.worker",
+            str(connection.fileno()),
+            pass_fds=[connection.fileno()],
+            env=_environment_without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | visible,
+        )
 
     def _meet(self, sender: GPUSender) -> None:
         """Open the way from GPU to GPU."""
@@ -203,20 +205,18 @@ class ProcessEngine:
             return
         assert self._connection is not None
         self._connection.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._kill()
+        self._process.end(STOP_SECONDS)
         self._process = self._connection = self._sender = None
+        self.pid = 0
 
     def kill(self) -> None:
         """End the process at once, whatever it does; `stop` is still to follow."""
         if self._process is not None:
-            self._kill()
+            self._process.end()
 
-    def _ask(self, do: str, **arguments: Any) -> None:
+    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self._send({"do": do, **arguments})
-        self._answer()
+        return self._answer()
 
     def _send(self, message: dict[str, Any]) -> None:
         self._send_bytes(json.dumps(message).encode())
@@ -252,7 +252,7 @@ class ProcessEngine:
 
         def give_up() -> None:
             self._was_late = True
-            self._kill()
+            self.kill()
 
         timer = threading.Timer(seconds, give_up)
         timer.daemon = True
@@ -262,18 +262,10 @@ class ProcessEngine:
         finally:
             timer.cancel()
 
-    def _kill(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def _death(self) -> EngineDiedError:
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_WORDS_SECONDS)
-        self._kill()
-        return EngineDiedError(f"the engine's process {self._process.pid} ended with {self._process.returncode}.")
+        code = self._process.end(LAST_WORDS_SECONDS)
+        return EngineDiedError(f"the engine's process{f' {self.pid}' if self.pid else ''} ended with {code}.")
 
 
 def buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:

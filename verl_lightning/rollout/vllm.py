@@ -24,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.vllm_residual import register_float32_residual, residual_options
@@ -66,8 +66,11 @@ class VLLMEngine:
 
         Raises:
             MisconfigurationException: If vLLM is not installed, or can't run on this device.
+            ValueError: If vLLM does not understand a guide.
         """
         vllm = import_vllm()
+        for key, guide in self.config.guides.items():
+            check_guide(key, guide)
         if device.type == "cuda":
             import_before_weights()
         register_float32_residual()
@@ -305,8 +308,7 @@ class VLLMEngine:
             "output_kind": module.RequestOutputKind.FINAL_ONLY,
         }
         if sampling.guide is not None:
-            guide = {name: value for name, value in dataclasses.asdict(sampling.guide).items() if value}
-            options["structured_outputs"] = module.StructuredOutputsParams(**guide)
+            options["structured_outputs"] = structured_outputs(sampling.guide)
         return options
 
     def _check_length(self, prompt: int, response: int) -> None:
@@ -341,6 +343,35 @@ def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> st
         f" that to {request_name(prompts, min(late))} of this rank's batch. Sample shorter or fewer responses, give the"
         " engine more memory, or raise the deadline."
     )
+
+
+def structured_outputs(guide: Guide) -> Any:
+    """A guide as vLLM takes it."""
+    form = {name: value for name, value in dataclasses.asdict(guide).items() if value}
+    return importlib.import_module("vllm.sampling_params").StructuredOutputsParams(**form)
+
+
+def check_guide(key: str, guide: Guide) -> None:
+    """Refuse a form that neither of the two back ends understands, one of which vLLM would choose by itself.
+
+    Through functions that vLLM 0.26 to 0.32 calls for each request, when its engine runs;
+    `test_a_guide_that_vllm_does_not_understand_is_refused` watches them.
+
+    Raises:
+        ValueError: With what they say.
+    """
+    options = importlib.import_module("vllm").SamplingParams(structured_outputs=structured_outputs(guide))
+    reasons = []
+    for name in ("xgrammar", "guidance"):
+        backend = importlib.import_module(f"vllm.v1.structured_output.backend_{name}")
+        try:
+            getattr(backend, f"validate_{name}_grammar")(options)
+        except ValueError as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            return
+    [(field, value)] = [pair for pair in dataclasses.asdict(guide).items() if pair[1]]
+    raise ValueError(f"`{key}.{field}` is nothing that vLLM can guide by, got {value!r}. " + " ".join(reasons))
 
 
 def check_speculation(device: torch.device, sampling: SamplingConfig) -> None:

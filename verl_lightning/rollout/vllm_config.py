@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_lightning.rollout.base import Guide
 from verl_lightning.rollout.weight_transfer import Transfer
 
 LogProbsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -101,6 +102,9 @@ class VLLMConfig:
 
     makes_text: bool = False
     """Whether vLLM follows responses as text too, for stop strings and guided decoding."""
+
+    guides: dict[str, Guide] = field(default_factory=dict)
+    """What `generate` may be asked to hold responses to, by the user's key."""
 
     speculation: SpeculationConfig | None = None
     """Who guesses tokens ahead; None guesses none."""

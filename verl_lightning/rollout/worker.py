@@ -64,11 +64,11 @@ class Worker:
         except ENGINE_ERRORS as error:
             self._answer_error(error)
         else:
-            self._answer({"done": do})
+            self._answer({"done": do, "pid": os.getpid()})
 
     def _do(self, do: str, request: dict[str, Any]) -> None:
         if do == "start":
-            self._engine = VLLMEngine(decode_config(request["config"]))
+            self._engine = self._make_engine(decode_config(request["config"]))
             self._engine.start(torch.device("cuda", 0) if request["on_gpu"] else torch.device("cpu"))
         elif do == "load_weights":
             self._load_weights()
@@ -86,6 +86,9 @@ class Worker:
             self._running.drop_caches()
         elif do == "generate":
             self._generate(request)
+
+    def _make_engine(self, config: VLLMConfig) -> VLLMEngine:
+        return VLLMEngine(config)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         self.connection.send_bytes(json.dumps(answer).encode())
@@ -130,7 +133,9 @@ def decode_info(values: dict[str, Any]) -> dict[str, Any]:
 def decode_config(values: dict[str, Any]) -> VLLMConfig:
     """The configuration of which ``dataclasses.asdict`` gave these values."""
     speculation = values["speculation"]
-    return VLLMConfig(**values | {"speculation": None if speculation is None else SpeculationConfig(**speculation)})
+    guides = {key: Guide(**guide) for key, guide in values["guides"].items()}
+    speculation = None if speculation is None else SpeculationConfig(**speculation)
+    return VLLMConfig(**values | {"guides": guides, "speculation": speculation})
 
 
 def decode_sampling(values: dict[str, Any]) -> SamplingConfig:

@@ -1,0 +1,110 @@
+"""Tells after each sync of weights whether engine and trainer have the same policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from verl_lightning.faults import RunError
+from verl_lightning.functional.masking import masked_sum
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.rollout.base import Prompts
+from verl_lightning.seeding import derive_seed
+from verl_lightning.types import Rollout
+
+NUM_PROMPTS = 4
+MAX_TOKENS = 16
+
+LIMITS = {"float32": 0.0005, "float16": 0.02, "bfloat16": 0.05}
+"""Largest gap of each type in which both sides compute, in nats per token: a few times what rounding makes of it."""
+
+TF32_LIMIT = 0.02
+"""For float32 on GPUs, whose matrix products may round what they read to as many bits as float16 has."""
+
+
+class Canary:
+    """A few fixed prompts, the same for the whole run and all ranks, and what the two say of the responses.
+
+    Args:
+        limit: Largest gap, in nats per token; None takes that of the type in which both compute.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._tokens: list[list[int]] = []
+        self.gap = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run measures the same."""
+        return {"tokens": self._tokens}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state` gave."""
+        self._tokens = state["tokens"]
+
+    def forget(self) -> None:
+        """Takes new prompts next, for a new run."""
+        self._tokens = []
+
+    def prompts(self, trainer: Trainer, batch: Mapping[str, Tensor]) -> Prompts:
+        """The prompts; the first ones of this batch on the first rank, if there are none yet. Collective."""
+        ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+        if not self._tokens:
+            rows = slice(NUM_PROMPTS)
+            own = Prompts(prompt_ids=ids[rows], prompt_mask=mask[rows], seeds=[]).tokens()
+            self._tokens = trainer.strategy.broadcast(own)
+        seeds = [[derive_seed("canary", row)] for row in range(len(self._tokens))]
+        return Prompts.from_tokens(self._tokens, seeds).to(ids.device)
+
+    def check(self, module: PostTrainingModule, rollout: Rollout, dtype: str) -> None:
+        """Compares the engine's log-probs of its own responses with the trainer's. Collective.
+
+        Args:
+            module: Whose policy is in training.
+            rollout: The engine's responses to the prompts.
+            dtype: Name of the type in which both compute.
+
+        Raises:
+            RunError: If they differ by more than the limit.
+        """
+        self.gap = log_prob_gap(module, rollout)
+        limit = default_limit(dtype, module.device) if self._limit is None else self._limit
+        if not self.gap <= limit:
+            raise RunError(gap_message(self.gap, limit, module.trainer.global_step))
+
+
+def default_limit(dtype: str, device: torch.device) -> float:
+    """The largest gap that rounding explains, in nats per token.
+
+    Args:
+        dtype: Name of the type in which both sides compute.
+        device: The trainer's.
+    """
+    return TF32_LIMIT if dtype == "float32" and device.type == "cuda" else LIMITS[dtype]
+
+
+def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
+    """Mean ``|trainer's log-prob - engine's|`` over the response tokens of all ranks, in nats. Collective."""
+    (scores,) = module.contract.forward(module.policy, [rollout])
+    assert scores.log_probs is not None
+    differences = (scores.log_probs - rollout.rollout_log_probs).abs()
+    mask = rollout.response_mask
+    sums = torch.stack([masked_sum(differences, mask), mask.sum().to(differences.dtype)])
+    total, count = module.contract.sum_over_data_parallel(sums)
+    return float(total / count)
+
+
+def gap_message(gap: float, limit: float, step: int) -> str:
+    """Why a run stops whose engine samples from another policy than the one in training."""
+    return (
+        f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
+        f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
+        " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
+        " compute in different types (`trainer.precision`, `actor.dtype`). If `rollout: HFRollout` trains well from"
+        " here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
+        " bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
+    )

@@ -1,0 +1,129 @@
+"""An engine beside the trainer that kills itself at chosen moments.
+
+It is the HF engine in a fork of the test's process, behind the real worker, pipe and callback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.completions import Completion
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.process import ProcessEngine
+from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.worker import Worker
+from verl_lightning.supervisor import SupervisedProcess
+
+
+class StreamingEngine(HFEngine):
+    """The HF engine, with what a worker asks of vLLM's."""
+
+    def stream(self, prompts: Prompts, sampling: SamplingConfig) -> Iterator[tuple[int, Completion]]:
+        rollout = self.generate(prompts, sampling)
+        for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
+            tokens, log_probs = rollout.response_ids[row, :length], rollout.rollout_log_probs[row, :length]
+            yield row, Completion(tokens.tolist(), log_probs.tolist(), bool(rollout.is_truncated[row]))
+
+    def drop_caches(self) -> None:
+        """Has none."""
+
+
+class MortalWorker(Worker):
+    """Kills its process at some of its events, such as ``generate 2``: the third such request of a run.
+
+    Args:
+        connection: To the trainer.
+        rollout: Whose engine it runs, and who knows the events.
+        folder: Where they are counted, over all engines that took the place of one another.
+    """
+
+    def __init__(self, connection: Connection, rollout: MortalRollout, folder: Path) -> None:
+        super().__init__(connection)
+        self.rollout = rollout
+        self.folder = folder
+
+    def meet(self, event: str) -> None:
+        """Something happens."""
+        with (self.folder / event).open("a") as counter:
+            number = counter.tell()
+            counter.write("x")
+        if f"{event} {number}" in self.rollout.deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _serve(self, do: str, request: dict[str, Any]) -> None:
+        self.meet(do)
+        super()._serve(do, request)
+        self.meet(f"{do} is done")
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        if "row" in answer:
+            self.meet("answer")
+        super()._answer(answer)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for weight in super()._weights():
+            self.meet("weight")
+            yield weight
+
+    def _make_engine(self, config: VLLMConfig) -> Any:
+        model = ModelConfig(path=config.path)
+        return self.rollout.engine_class(model, eos_token_ids=config.eos_token_ids, pad_token_id=config.pad_token_id)
+
+
+class Fork(SupervisedProcess):
+    """A fork of this process, which starts at once, that serves its end of a pipe."""
+
+    def __init__(self, worker: MortalWorker, trainers_end: Connection) -> None:
+        self.pid, self.code = os.fork(), None
+        if self.pid == 0:
+            torch.set_num_threads(1)  # the threads of OpenMP are not in a fork
+            trainers_end.close()
+            worker.run()
+            os._exit(0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.code is not None or bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
+    def end(self, patience: float = 0.0) -> int:
+        if self.code is None:
+            if not patience:
+                os.kill(self.pid, signal.SIGKILL)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+
+class MortalEngine(ProcessEngine):
+    """A `ProcessEngine` whose process is a `MortalWorker`."""
+
+    rollout: MortalRollout
+    folder: Path
+
+    def _spawn(self, connection: Connection) -> SupervisedProcess:
+        return Fork(MortalWorker(connection, self.rollout, self.folder), self._open)
+
+
+class MortalRollout(VLLMRollout):
+    """Samples with an engine that dies at some events, and needs no vLLM."""
+
+    deaths: frozenset[str] = frozenset()
+    engine_class: type[StreamingEngine] = StreamingEngine
+    folder: Path
+
+    def make_engine(self, module: Any) -> Any:
+        made = super().make_engine(module)
+        engine = MortalEngine(made.config)
+        engine.rollout, engine.folder = self, self.folder / f"rank {module.trainer.global_rank}"
+        engine.folder.mkdir(parents=True)
+        return engine

@@ -1,0 +1,75 @@
+"""A process below supervisors: its exit code, and what is left when its parent or it ends, even as it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_lightning.supervisor import SupervisedProcess
+
+# Never ends by itself, nor does the process that it starts; each writes a letter into the pipe, and keeps it open.
+STUCK = "import os; os.fork() or os.setsid(); os.write(os.open(PIPE, os.O_WRONLY), b'x'); import signal\nsignal.pause()"
+PARENT = """
+import signal, sys
+from verl_lightning.supervisor import SupervisedProcess
+
+SupervisedProcess("timeit", "-n1", "-r1", sys.argv[1])
+signal.pause()
+"""
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A path that processes write to, and a file descriptor that reads an end of file once they are gone."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    yield tmp_path / "pipe", reader
+    os.close(reader)
+
+
+def stuck(path: Path) -> list[str]:
+    return ["timeit", "-n1", "-r1", STUCK.replace("PIPE", repr(str(path)))]
+
+
+def wait_for_two(path: Path, reader: int) -> None:
+    writer = os.open(path, os.O_WRONLY)  # until both have opened it
+    letters = b""
+    while len(letters) < 2:
+        letters += os.read(reader, 2)
+    os.close(writer)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of a parent")
+def test_nothing_outlives_a_killed_parent(pipe):
+    with subprocess.Popen([sys.executable, "-c", PARENT, stuck(pipe[0])[-1]]) as parent:
+        wait_for_two(*pipe)
+        parent.kill()
+
+    assert os.read(pipe[1], 1) == b""
+
+
+@pytest.mark.timeout(60)
+def test_all_that_a_process_has_started_ends_with_it(pipe):
+    process = SupervisedProcess(*stuck(pipe[0]))
+    wait_for_two(*pipe)
+    assert not process.has_ended
+
+    assert process.end() == -signal.SIGTERM
+    assert process.end() == -signal.SIGTERM
+    assert process.has_ended
+    assert os.read(pipe[1], 1) == b""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("way", "code"), [("import os; os._exit(3)", 3), ("signal.raise_signal(9)", -9), ("None", 0)])
+def test_an_exit_code_is_that_of_the_process(way, code):
+    process = SupervisedProcess("timeit", "-n1", "-r1", f"import signal; {way}", stdout=subprocess.DEVNULL)
+
+    assert process.end(patience=60.0) == code
