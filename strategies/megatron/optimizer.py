@@ -16,6 +16,10 @@ from verl_lightning.models.config import OptimConfig
 if TYPE_CHECKING:
     from megatron.core.optimizer import ChainedOptimizer
 
+RATES = ("max_lr", "min_lr")
+"""What Megatron's own scheduler, which is not used, reads in a group of parameters. Megatron-Core 0.19 looks for groups
+in a checkpoint by them too, so that none would be found once the learning rate is another."""
+
 
 class MegatronOptimizer(torch.optim.Optimizer):
     """What Lightning and learning-rate schedules see; Megatron's optimizer is underneath and shares its groups.
@@ -165,6 +169,7 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     checkpoint's tensors, where it is not.
     """
     tensors = state.pop("param_state", None)
+    forget_rates(state.get("optimizer", state)["param_groups"])
     part.load_state_dict(state)
     slots_of_all = [slots for slots in part.optimizer.state.values() if "step" in slots]
     steps = [slots.pop("step") for slots in slots_of_all]
@@ -172,6 +177,13 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
         part.load_parameter_state_from_fully_reshardable(tensors)
     for slots, step in zip(slots_of_all, steps, strict=True):
         slots["step"] = step.clone() if isinstance(step, Tensor) else step
+
+
+def forget_rates(groups: list[dict[str, Any]]) -> None:
+    """Leave the learning rates out of what tells groups of parameters apart."""
+    for group in groups:
+        for name in RATES:
+            group.pop(name, None)
 
 
 def make_megatron_optimizer(
@@ -205,6 +217,7 @@ def make_megatron_optimizer(
     )
     # No overrides: Megatron's own would leave norms and biases out of the decay.
     inner = get_megatron_optimizer(settings, chunks, config_overrides={})
+    forget_rates(inner.param_groups)
     for part in inner.chained_optimizers if use_distributed_optimizer else ():
         keep_buckets_apart(part)
     return MegatronOptimizer(inner, chunks)

@@ -363,9 +363,6 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
                 "`ckpt_path` was written by another strategy: weights, counters and schedules go on, but AdamW starts"
                 " anew, as its state has no form that all strategies share."
             )
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                for group in optimizer.param_groups:  # a schedule sets it after a step, not before
-                    group["lr"] = state["param_groups"][0]["lr"]
             return
         pairs = zip(self._roles.items(), cast(list[MegatronOptimizer], self.optimizers), strict=True)
         for (role, model), optimizer in pairs:

@@ -30,6 +30,9 @@ class ModelRole(NamedTuple):
     trainable: bool
     """Whether it is trained."""
 
+    key: str = "model.actor"
+    """The user's key of its settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:

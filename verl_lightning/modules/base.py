@@ -37,6 +37,7 @@ from verl_lightning.modules.phases import (
     span_metrics,
     users_profiler,
 )
+from verl_lightning.modules.run_settings import OPTIM_KEY, optim_settings, tell_changed_settings
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.speed import Work, mfu_notice, training_work
@@ -263,6 +264,7 @@ class PostTrainingModule(LightningModule):
         checkpoint[OPTIMIZATION_KEY] = self.automatic_optimization
         checkpoint[SHAPES_KEY] = self._weight_shapes()
         checkpoint[BASES_KEY] = self.base_fingerprints
+        checkpoint[OPTIM_KEY] = optim_settings(self.roles)
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
         drop_frozen_current(self, checkpoint)
 
@@ -290,6 +292,8 @@ class PostTrainingModule(LightningModule):
                 " Use the base model of that run."
             )
         choose_weights(self, checkpoint)
+        if self.trainer.training:
+            tell_changed_settings(self.roles, checkpoint.get(OPTIM_KEY, {}))
         checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
 
     def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:

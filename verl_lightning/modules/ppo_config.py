@@ -139,7 +139,7 @@ def ppo_roles(actor: ModelConfig, critic: CriticConfig | None, kl: KLConfig | No
     shares_trunk = critic is not None and critic.model is None
     roles = [ModelRole("actor", actor, "policy_and_value" if shares_trunk else "policy", trainable=True)]
     if critic is not None and critic.model is not None:
-        roles.append(ModelRole("critic", critic.model, "value", trainable=True))
+        roles.append(ModelRole("critic", critic.model, "value", trainable=True, key="model.critic.model"))
     if kl is not None and actor.lora is None:  # with adapters the reference is the actor without them
         roles.append(ModelRole("reference", actor, "policy", trainable=False))
     return roles

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from verl_lightning.models.config import OptimConfig
+
+SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+"""What the user says of AdamW, by its names in an optimizer's groups of parameters."""
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
@@ -17,7 +22,37 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> LambdaLR:
+class ConfiguredSchedule(LambdaLR):
+    """Takes nothing but its position from a checkpoint, and gives its optimizer this run's settings back.
+
+    Lightning restores optimizers, then their schedules, both with the settings of the run that wrote the checkpoint:
+    AdamW's groups hold its learning rate, betas, eps and weight decay, and torch's schedules its peak learning rates.
+
+    Args:
+        optimizer: Whose learning rate is scheduled; it has the settings of the run.
+        factor: Share of the peak learning rate by step.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizer, factor)
+        self._settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        del state["_settings"]
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        peaks = zip(self.base_lrs, self.lr_lambdas, strict=True)
+        self._last_lr = [peak * factor(self.last_epoch) for peak, factor in peaks]
+        for group, settings, lr in zip(self.optimizer.param_groups, self._settings, self._last_lr, strict=True):
+            group.update(settings | {"lr": lr})
+
+
+def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> ConfiguredSchedule:
     """Linear warm-up, then the decay of ``config.schedule`` down to ``min_lr_ratio`` at ``max_steps``.
 
     Args:
@@ -41,4 +76,4 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> 
         progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay(progress)
 
-    return LambdaLR(optimizer, factor)
+    return ConfiguredSchedule(optimizer, factor)

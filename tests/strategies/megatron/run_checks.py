@@ -31,6 +31,7 @@ from tests.strategies.megatron.cpu import pretend_cuda
 from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 from tests.strategies.megatron.sft_checks import (
     adapters_resharded,
+    changed_settings,
     loaded_runs,
     recomputed_adapters,
     refusals,
@@ -276,7 +277,7 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         *(resume, reshard, resume_stages, resume_buckets, resume_shifted, export, load_auto, collectives),
-        *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals),
+        *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals, changed_settings),
         *(learn, replicas_features, switched),
     )
 }

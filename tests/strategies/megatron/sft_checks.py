@@ -16,7 +16,7 @@ from tests.callbacks.saved_runs import LORA, STEPS
 from tests.runs import make_chats, make_model_config, make_sft, make_trainer
 from tests.strategies.conformance import Bench
 from verl_lightning.callbacks import HFCheckpoint
-from verl_lightning.models.config import LoraConfig
+from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.types import TokenBatch
 
@@ -151,6 +151,31 @@ def refusals(bench: Bench) -> Any:
             sft_run(bench, "refused", actor=actor, steps=1)
         except ValueError as error:
             told[name] = str(error)
+    return told
+
+
+class Settings(Callback):
+    """AdamW's settings when it takes its first step, by group."""
+
+    def __init__(self) -> None:
+        self.groups: list[dict[str, Any]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        groups = [group for part in optimizer.inner.chained_optimizers for group in part.optimizer.param_groups]
+        names = ("lr", "betas", "eps", "weight_decay")
+        self.groups = self.groups or [{name: group[name] for name in names} for group in groups]
+
+
+def changed_settings(bench: Bench) -> Any:
+    """What Megatron's own optimizers are told, by kind, in a run that goes on with other settings."""
+    path, optim = bench.folder / "settings.ckpt", OptimConfig(lr=5e-3, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.5)
+    told = {}
+    for kind in (True, False):
+        variant = dataclasses.replace(bench, options=bench.options | {"use_distributed_optimizer": kind})
+        sft_run(variant, "settings", SaveAtEnd(path), actor={}, steps=1)
+        settings = Settings()
+        sft_run(variant, "settings", settings, actor={"optim": optim}, steps=2, ckpt_path=path)
+        told[kind] = {"groups": settings.groups}
     return told
 
 

@@ -35,6 +35,15 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tensor_parallel):
         assert [ours[name] for name in names] == [theirs[name] for name in names]
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_resumed_run_trains_with_its_own_settings(tensor_parallel, distributed):
+    """Megatron's optimizers take their settings from a checkpoint, and find no group of other rates in it."""
+    told = tensor_parallel["changed_settings"][distributed]
+    assert {tuple(sorted(group.items())) for group in told["groups"]} == {
+        (("betas", (0.5, 0.7)), ("eps", 1e-3), ("lr", 5e-3), ("weight_decay", 0.5))
+    }
+
+
 def test_a_checkpoint_goes_on_in_another_layout(tensor_parallel, pipeline_parallel):
     """From two ranks that share layers to two stages, with the optimizer's state."""
     whole = tensor_parallel["resume"]["whole"]["weights"]
