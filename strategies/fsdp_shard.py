@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_lightning.faults import RunError
+from verl_lightning.models.scorer import check_none_missing
 
 
 def shard(
@@ -109,11 +110,7 @@ def receive_weights(
         else:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = value
-    if missing:
-        raise ValueError(
-            f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing.values())}`. Give a whole"
-            " model, as `save_pretrained` writes it."
-        )
+    check_none_missing(path, missing.values())
 
 
 def _spread(

@@ -86,14 +86,16 @@ def export(
     """
     if output.exists() and (output.is_file() or any(output.iterdir())):
         raise ValueError(f"`--output {output}` exists already. Remove it, or name another folder.")
-    model_config, head = read_role(config or find_config(ckpt_path), role)
+    settings = config or find_config(ckpt_path)
+    model_config, head = read_role(settings, role)
+    policy_config, _ = read_role(settings, "actor")  # whose tokenizer is the run's
     if (to == "hf") != (model_config.lora is None):
         way = "`--to peft` or `--to merged`" if to == "hf" else "`--to hf`"
         have = "was trained with LoRA" if to == "hf" else "has no LoRA adapter"
         raise ValueError(f"`--to {to}` does not fit: the {role} {have}. Use {way}.")
     model = load_role(ckpt_path, model_config, head, role)
     with atomic_folder(output) as folder:
-        load_tokenizer(model_config.path).save_pretrained(folder)
+        load_tokenizer(policy_config.path).save_pretrained(folder)
         write_value_head(folder, value_head_weights(model.value_head))
         if to == "peft":
             fingerprint = base_fingerprint(model.backbone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -104,7 +103,7 @@ def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: H
         return
     value_head = nn.Linear(provider.hidden_size, 1, bias=False, dtype=provider.params_dtype)
     nn.init.zeros_(value_head.weight)
-    read_value_head(value_head, Path(config.path))
+    read_value_head(value_head, config)
     setattr(piece, "output_layer" if head == "value" else VALUE_HEAD, value_head.requires_grad_(trainable))
 
 

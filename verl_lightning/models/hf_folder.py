@@ -82,7 +82,7 @@ def write_model(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Write weights, ``config.json`` and ``generation_config.json`` as ``from_pretrained`` reads them.
+    """Write weights, ``config.json`` and a ``generation_config.json`` as ``from_pretrained`` reads them.
 
     Args:
         folder: An empty one.
@@ -95,8 +95,8 @@ def write_model(
     for name, weight in stored_weights(backbone, weights):
         writer.add(name, weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight)
     writer.finish()
-    if backbone.can_generate():
-        generation_config_of(backbone).to_json_file(folder / "generation_config.json")
+    if backbone.can_generate() and (generation := generation_config_of(backbone)) is not None:
+        generation.to_json_file(folder / "generation_config.json")
     config = copy.deepcopy(backbone.config)
     config.dtype = str(dtype or backbone.dtype).removeprefix("torch.")
     config.architectures = [type(backbone).__name__.removeprefix("FSDP")]
@@ -121,13 +121,12 @@ def layer_of(name: str) -> str:
     return match[0] if match else ""
 
 
-def generation_config_of(backbone: PreTrainedModel) -> GenerationConfig:
-    """The one in the model's own folder, which a model that was built on the meta device has not read."""
+def generation_config_of(backbone: PreTrainedModel) -> GenerationConfig | None:
+    """The one in the model's own folder; None where there is none: one of defaults might end responses elsewhere."""
     try:
         return GenerationConfig.from_pretrained(str(backbone.name_or_path))
     except OSError:  # the folder has none
-        config: GenerationConfig = backbone.generation_config
-        return config
+        return None
 
 
 def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -206,7 +206,7 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     backbone = load_backbone(config, _auto_class(head))
     value_head = None if head == "policy" else make_value_head(backbone)
     if value_head is not None:
-        read_value_head(value_head, Path(config.path))
+        read_value_head(value_head, config)
     return assemble(backbone, value_head, config, head, trainable=trainable)
 
 
@@ -301,26 +301,58 @@ def make_value_head(backbone: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def read_value_head(head: nn.Linear, folder: Path) -> None:
-    """Go on from the value head in a model's folder, if there is one."""
-    if (file := folder / VALUE_HEAD_FILE).is_file():
-        head.load_state_dict(load_file(file))
-        rank_zero_info(f"The value head goes on from `{file}`.")
+def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
+    """Go on from the value head beside the adapter or the model that training starts from, if there is one.
+
+    Raises:
+        ValueError: If it is of another model.
+    """
+    adapter = config.lora.adapter_path if config.lora is not None else None
+    files = [Path(folder) / VALUE_HEAD_FILE for folder in (adapter, config.path) if folder is not None]
+    if (file := next((file for file in files if file.is_file()), None)) is None:
+        rank_zero_info(f"The value head starts at zero: `{files[0]}` does not exist.")
+        return
+    weights = load_file(file)
+    if {name: weight.shape for name, weight in weights.items()} != {"weight": head.weight.shape}:
+        raise ValueError(f"`{file}` is not a value head of `path: {config.path}`: its size is another. Remove it.")
+    head.load_state_dict(weights)
+    rank_zero_info(f"The value head goes on from `{file}`.")
 
 
 def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
     """Load the weights with one of transformers' auto classes.
 
     Raises:
-        ValueError: If there is no model at ``config.path``.
+        ValueError: If there is no model at ``config.path``, or not a whole one.
     """
     with model_must_be_at(config.path):
-        model: PreTrainedModel = auto_class.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
             attn_implementation=best_attention(config.attn_implementation),
+            output_loading_info=True,
         )
+    model: PreTrainedModel = loaded[0]
+    check_none_missing(config.path, loaded[1]["missing_keys"])
     return model
+
+
+def check_none_missing(path: str, missing: Collection[str]) -> None:
+    """Refuse a folder that leaves weights of the model at what was drawn for them.
+
+    Args:
+        path: The folder's.
+        missing: Names of weights that its files don't hold.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    if missing:
+        raise ValueError(
+            f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing)}`. Give a whole"
+            " model, as `save_pretrained` writes it; a critic's folder has no output head, and is for"
+            " `critic.model.path`."
+        )
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def build_hollow(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
         setattr(backbone.get_submodule(owner), leaf, hollow[id(weight)])
     value_head = None if head == "policy" else make_value_head(backbone)
     if value_head is not None:
-        read_value_head(value_head, Path(config.path))
+        read_value_head(value_head, config)
     return assemble(backbone, value_head, config, head, trainable=trainable, holds_base=False)
 
 
