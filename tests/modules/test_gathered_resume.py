@@ -21,8 +21,8 @@ class SaveWhileGathering(Callback):
         self.path, self.num_waiting = path, 0
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        if self.num_waiting == 0 and pl_module._gathered:
-            self.num_waiting = sum(part.num_groups for part in pl_module._gathered)
+        if self.num_waiting == 0 and pl_module.gathering.batches:
+            self.num_waiting = sum(part.num_groups for part in pl_module.gathering.batches)
             trainer.save_checkpoint(self.path)
 
 

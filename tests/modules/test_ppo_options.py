@@ -131,7 +131,7 @@ def test_dynamic_sampling_waits_until_there_are_enough_groups_with_signal(tiny_f
     assert module.trainer.global_step == 2
     assert len(recorder.steps) == 4
     assert all(step["train/frac_zero_std"] == 0 for step in recorder.steps if "train/frac_zero_std" in step)
-    assert not module._gathered
+    assert not module.gathering.batches
 
 
 def test_dynamic_sampling_gives_up_on_a_hopeless_task(tiny_folder, prompt_file, tmp_path):

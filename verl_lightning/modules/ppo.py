@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from verl_lightning.faults import RunError
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, total
@@ -22,6 +21,7 @@ from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.corrections import RolloutCorrection
 from verl_lightning.modules.experience import ExperienceMaker
+from verl_lightning.modules.gathering import GatherGroups
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
@@ -45,7 +45,7 @@ from verl_lightning.modules.ppo_config import (
     ppo_roles,
 )
 from verl_lightning.modules.sampling import SamplingModule
-from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_scored_rollouts
+from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.modules.step_log import log_step
 from verl_lightning.rewards.pool import RewardConfig
@@ -128,8 +128,7 @@ class PPOModule(SamplingModule):
         self.kl_coef = kl.coef if kl else 0.0
         self.corrections = corrections or []
         self.shaping = shaping
-        self.dynamic_sampling = dynamic_sampling
-        self._gathered: list[ScoredRollout] = []  # groups with signal that still wait for enough others
+        self.gathering = GatherGroups(dynamic_sampling) if dynamic_sampling else None
         self.update = update
         self.actor: TokenScorer | None = None
         self.critic: TokenScorer | None = None
@@ -194,7 +193,7 @@ class PPOModule(SamplingModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         check_trainer(self.trainer)
-        return list(super().configure_callbacks())
+        return [*super().configure_callbacks(), *([self.gathering] if self.gathering else [])]
 
     @override
     def setup(self, stage: str) -> None:
@@ -219,7 +218,6 @@ class PPOModule(SamplingModule):
 
     @override
     def on_train_start(self) -> None:
-        self._gathered = [part.to(self.device) for part in self._gathered]
         loader: Any = self.trainer.train_dataloader
         ranks = self.contract.data_parallel_size
         self.plan = BatchPlan(
@@ -241,7 +239,8 @@ class PPOModule(SamplingModule):
             greedy = self._greedy_verdict(batch)
         table.add(verdict.scores())
         table.add({} if greedy is None else greedy.failures())
-        scored = self._with_signal(ScoredRollout(rollout=rollout, verdict=verdict))
+        sampled = ScoredRollout(rollout=rollout, verdict=verdict)
+        scored = sampled if self.gathering is None else self.gathering.add(self, sampled)
         if scored is None:
             return {"loss": torch.tensor(0.0)}
         table.add(scored.verdict.failures())  # of all batches that were gathered
@@ -252,56 +251,29 @@ class PPOModule(SamplingModule):
         table.add(metrics)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExperienceListener):
-                rows = batch["rows"] if self.dynamic_sampling is None else None
+                rows = batch["rows"] if self.gathering is None else None
                 callback.on_experience(self, scored, experience, rows)
         self._learner().learn(experience, table)
+        if self.gathering is not None:
+            self.gathering.end_step(self.trainer)
         return self._finish_iteration(table)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["kl_coef"] = self.kl_coef
-        parts = [part.state_dict() for part in self._gathered]
-        checkpoint["gathered_groups"] = self.contract.gather_over_data_parallel(parts)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if self.kl is not None and self.kl.target is not None:  # a fixed weight stays the configured one
             self.kl_coef = checkpoint["kl_coef"]
-        if self.dynamic_sampling is not None:
-            self._gathered = deal_out(
-                checkpoint["gathered_groups"],
-                rank=self.contract.data_parallel_rank,
-                ranks=self.contract.data_parallel_size,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
 
     def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
         if not self.needs_greedy_rollout:
             return None
         rollout = self.rollout_of(batch, "greedy_rollout")
         return self._shaped(ScoredRollout(rollout=rollout, verdict=self.judged(rollout, batch["rows"]))).verdict
-
-    def _with_signal(self, scored: ScoredRollout) -> ScoredRollout | None:
-        """The rollout of the iteration; None while groups with signal are still being gathered."""
-        if self.dynamic_sampling is None:
-            return scored
-        assert self.plan is not None
-        needed = self.plan.prompts_per_step // self.plan.data_parallel_size
-        self._gathered.append(scored.groups_with_signal())
-        found = min(self.contract.gather_over_data_parallel(sum(part.num_groups for part in self._gathered)))
-        if found >= needed:
-            joined = join_scored_rollouts(self._gathered, pad_token_id=self.tokenizer.pad_token_id)
-            self._gathered = []
-            return joined.groups(range(needed))
-        if len(self._gathered) >= self.dynamic_sampling.max_batches:
-            raise RunError(
-                f"`dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad responses in"
-                f" {len(self._gathered)} batches (`dynamic_sampling.max_batches`): the task is too easy or too hard."
-                " Choose other prompts, sample more responses to each, or allow more batches."
-            )
-        return None
 
     def _shaped(self, scored: ScoredRollout) -> ScoredRollout:
         """The rollout with what its length costs."""
