@@ -40,23 +40,23 @@ from verl_lightning.types import RowLength, TokenBatch
 TOLERANCES = {"bf16-mixed": {"loss": 1e-3, "norm": 1e-2}, "32-true": {"loss": 1e-4, "norm": 1e-3}}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LOCAL = {"transformer": {"use_transformer_engine": False}}
-FUSED = {"transformer": {"overrides": {"apply_rope_fusion": True}}}
-"""TransformerEngine's rotary embedding: the plain one waits for the device twice a layer of a packed row."""
+PLAIN_ROPE = {"transformer": {"overrides": {"apply_rope_fusion": False}}}
+"""Megatron's own rotary embedding, which waits for the device twice a layer of a packed row."""
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {}, "one, local layers": LOCAL},
+    1: {"one": {}, "one, plain rotary": PLAIN_ROPE, "one, local layers": LOCAL},
     2: {
         "DP2": {},
         "DP2, plain optimizer": {"use_distributed_optimizer": False},
         "DP2, overlap": {"ddp": OVERLAP},
-        "DP2, fused rotary": FUSED,
+        "DP2, plain rotary": PLAIN_ROPE,
         "TP2": {"tensor_parallel_size": 2},
         "TP2, sequence parallel": {"tensor_parallel_size": 2, "sequence_parallel": True},
         "TP2, sequence parallel, local layers": {"tensor_parallel_size": 2, "sequence_parallel": True} | LOCAL,
         "PP2": {"pipeline_parallel_size": 2},
         "PP2, virtual 2": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
         "CP2": {"context_parallel_size": 2},
-        "CP2, fused rotary": {"context_parallel_size": 2} | FUSED,
+        "CP2, plain rotary": {"context_parallel_size": 2} | PLAIN_ROPE,
         "EP2": {"expert_parallel_size": 2},
     },
     4: {
@@ -71,7 +71,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 SPEED: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {"compile": True, "reshard_after_forward": False}),
     "megatron": ("megatron", {"ddp": OVERLAP}),
-    "megatron, fused rotary": ("megatron", {"ddp": OVERLAP} | FUSED),
+    "megatron, plain rotary": ("megatron", {"ddp": OVERLAP} | PLAIN_ROPE),
     "megatron, TP2": ("megatron", {"tensor_parallel_size": 2, "sequence_parallel": True, "ddp": OVERLAP}),
     "megatron, PP2": ("megatron", {"pipeline_parallel_size": 2, "micro_batch_size": 1}),
 }

@@ -38,7 +38,6 @@ from vllm_rollout import write_model, write_prompts
 LAYOUTS: dict[str, list[str]] = {
     "fsdp": ["--strategy", "fsdp", "--fsdp.compile", "true", "--fsdp.reshard_after_forward", "false"],
     "megatron": ["--strategy", "megatron"],
-    "fused rotary": ["--strategy", "megatron", "--megatron.transformer.overrides", "{apply_rope_fusion: true}"],
     "TP2": ["--strategy", "megatron", "--megatron.tensor_parallel_size", "2", "--megatron.sequence_parallel", "true"],
     "PP2": ["--strategy", "megatron", "--megatron.pipeline_parallel_size", "2"],
 }

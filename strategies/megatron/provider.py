@@ -127,6 +127,8 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     fields = provider_fields(config, settings, provider.num_layers)
     if head == "value":
         fields["share_embeddings_and_output_weights"] = False
+    if provider.multi_latent_attention:
+        fields["apply_rope_fusion"] = False  # Megatron calls its fused kernel for it experimental
     for name, value in (fields | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
@@ -146,6 +148,9 @@ def provider_fields(config: ModelConfig, settings: ModelSettings, num_layers: in
         **_layout(settings),
         **_numbers(settings),
         **recompute_fields(config, settings, num_layers),
+        # Without it each layer of a packed row is cut into its sequences, with a wait for the device and a handful of
+        # kernels for each of them. Models whose positions the kernel can't rotate are left out by Megatron-Bridge.
+        "apply_rope_fusion": settings.uses_transformer_engine,
         **({} if settings.uses_transformer_engine else _without_transformer_engine(settings)),
         "perform_initialization": False,
     }
