@@ -67,7 +67,7 @@ class MBridge:
         )
         self._bridge.vocab_size = self._hf.vocab_size
         self._bridge.padded_vocab_size = -(-self._hf.vocab_size // tensor) * tensor
-        ours = provider_fields(config, settings, self.transformer.num_layers)
+        ours = provider_fields(config, settings, self.transformer)
         self._layers: Callable[..., Any] = ours.get("transformer_layer_spec", _fused_layers)
         known = {field.name for field in fields(type(self.transformer))}
         ours = {name: value for name, value in ours.items() if name in known}

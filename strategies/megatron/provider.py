@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -124,11 +125,9 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     provider = bridge.to_megatron_provider(load_weights=False)
-    fields = provider_fields(config, settings, provider.num_layers)
+    fields = provider_fields(config, settings, provider)
     if head == "value":
         fields["share_embeddings_and_output_weights"] = False
-    if provider.multi_latent_attention:
-        fields["apply_rope_fusion"] = False  # Megatron calls its fused kernel for it experimental
     for name, value in (fields | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
@@ -136,22 +135,20 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     return provider
 
 
-def provider_fields(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:
+def provider_fields(config: ModelConfig, settings: ModelSettings, transformer: TransformerConfig) -> dict[str, Any]:
     """Fields of Megatron's config, and of Megatron-Bridge's around it, that we set whatever the model is.
 
     Args:
         config: How the model is trained.
         settings: The strategy's.
-        num_layers: Of the whole model.
+        transformer: The whole model's shape.
     """
+    with_kernels = settings.uses_transformer_engine
     return {
         **_layout(settings),
         **_numbers(settings),
-        **recompute_fields(config, settings, num_layers),
-        # Without it each layer of a packed row is cut into its sequences, with a wait for the device and a handful of
-        # kernels for each of them. Models whose positions the kernel can't rotate are left out by Megatron-Bridge.
-        "apply_rope_fusion": settings.uses_transformer_engine,
-        **({} if settings.uses_transformer_engine else _without_transformer_engine(settings)),
+        **recompute_fields(config, settings, transformer.num_layers),
+        **(fused_operations(transformer) if with_kernels else _without_transformer_engine(settings)),
         "perform_initialization": False,
     }
 
@@ -256,6 +253,23 @@ def recompute_fields(config: ModelConfig, settings: ModelSettings, num_layers: i
 
 def _whole_layers(method: str, count: int) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+
+
+def fused_operations(transformer: TransformerConfig) -> dict[str, Any]:
+    """Megatron's switches for kernels that do several operations at once; they need TransformerEngine on a GPU.
+
+    Args:
+        transformer: The model's shape, which says whether it has the operations that a kernel does.
+    """
+    is_swiglu = transformer.gated_linear_unit and transformer.activation_func is F.silu
+    return {
+        # Without it each layer of a packed row is cut into its sequences, with a wait for the device and a handful of
+        # kernels for each of them. Megatron-Bridge takes it back where positions are scaled or of several kinds, and
+        # Megatron calls the kernel for latent attention experimental.
+        "apply_rope_fusion": not transformer.multi_latent_attention,
+        "bias_activation_fusion": is_swiglu and transformer.glu_linear_offset == 0.0,
+        "bias_dropout_fusion": True,
+    }
 
 
 def _without_transformer_engine(settings: ModelSettings) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
-from verl_lightning.strategies.megatron.provider import ModelSettings, recompute_fields
+from verl_lightning.strategies.megatron.provider import ModelSettings, fused_operations, recompute_fields
 from verl_lightning.strategies.megatron.tokens import Slicing, context_slice, model_tokens
 from verl_lightning.types import TokenBatch
 
@@ -132,3 +134,19 @@ def test_context_parallel_ranks_score_each_token_once():
     for part in parts:
         predicted = part.input_ids[part.source]  # each token here is one less than the one it predicts
         assert (predicted + 1).tolist() == part.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "fused"),
+    [
+        ({}, {"apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"}),
+        ({"multi_latent_attention": True}, {"bias_activation_fusion", "bias_dropout_fusion"}),
+        ({"activation_func": F.gelu}, {"apply_rope_fusion", "bias_dropout_fusion"}),
+        ({"gated_linear_unit": False}, {"apply_rope_fusion", "bias_dropout_fusion"}),
+    ],
+)
+def test_operations_are_fused_where_the_model_has_them(model, fused):
+    """Megatron refuses a fused activation that is not the model's; its fused latent attention is experimental."""
+    swiglu = {"gated_linear_unit": True, "activation_func": F.silu, "glu_linear_offset": 0.0}
+    transformer = SimpleNamespace(**{"multi_latent_attention": False} | swiglu | model)
+    assert {name for name, chosen in fused_operations(transformer).items() if chosen} == fused
