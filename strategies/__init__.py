@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.pytorch.strategies import FSDPStrategy as LightningFSDPStrategy
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -20,6 +21,9 @@ def register_strategies(**options: dict[str, Any]) -> None:
     Args:
         options: Keyword arguments of each strategy that does not take its defaults.
     """
+    # Lightning's list of the names of its FSDP1, which it refuses beside any accelerator but GPUs.
+    if (lightnings := LightningFSDPStrategy.get_registered_strategies()).count("fsdp"):
+        lightnings.remove("fsdp")
     for name, kind in STRATEGIES.items():
         first_line = (kind.__doc__ or "").splitlines()[0]
         StrategyRegistry.register(name, kind, description=first_line, override=True, **options.get(name, {}))

@@ -92,11 +92,24 @@ def test_accumulation_changes_no_gradient(tmp_path, tiny_folder, chats, accumula
 def test_an_epochs_last_accumulation_may_be_short(tmp_path, tiny_folder, chats):
     """Three batches of four, two at a time: the last makes a step of its own, as an epoch of one such batch does."""
     options = {"max_steps": -1, "max_epochs": 1, "optim": {"lr": 1e-12, "max_grad_norm": 0.0}}
-    _, watch = fit(tmp_path, tiny_folder, chats, accumulate_grad_batches=2, limit_train_batches=3, **options)
+    with pytest.warns(UserWarning, match="an epoch has 3 batches on each rank: the last optimizer step .* takes 1"):
+        _, watch = fit(tmp_path, tiny_folder, chats, accumulate_grad_batches=2, limit_train_batches=3, **options)
     _, single = fit(tmp_path, tiny_folder, chats, limit_train_batches=3, **options)
 
     assert len(watch.norms) == 2
     assert watch.norms[1] == pytest.approx(single.norms[2], rel=1e-5)
+
+
+def test_an_accumulation_that_is_longer_than_an_epoch_is_warned_of_once(tmp_path, tiny_folder, chats):
+    """Four batches of two make the step that one batch of eight makes."""
+    options = {"limit_train_batches": 4, "max_steps": 3, "batch_size": 2}
+    expected, _ = fit(tmp_path, tiny_folder, chats, limit_train_batches=1, batch_size=8)
+
+    with pytest.warns(UserWarning, match="rank: every optimizer step takes 4. Set it to 4 at the most") as told:
+        actual, _ = fit(tmp_path, tiny_folder, chats, GradientAccumulationScheduler({0: 8}), **options)
+
+    assert sum("every optimizer step" in str(each.message) for each in told) == 1
+    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradient_accumulation_scheduler_works(tmp_path, tiny_folder, chats):

@@ -27,6 +27,7 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
+from verl_lightning.modules.lost_updates import WarnOfLostUpdates
 from verl_lightning.modules.memory_plan import memory_plan
 from verl_lightning.modules.phases import (
     SAVE_CHECKPOINT,
@@ -226,8 +227,9 @@ class PostTrainingModule(LightningModule):
             self.check_callback(callback)
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
+        telling = _PrintsMemoryPlan(), WarnOfLostUpdates()
         resuming = FinishInterruptedStep(), AgreeOnSigterm()
-        return [*phases, *averaging, _TimesCheckpoints(), _PrintsMemoryPlan(), _TeardownOnException(), *resuming]
+        return [*phases, *averaging, _TimesCheckpoints(), *telling, _TeardownOnException(), *resuming]
 
     @override
     def setup(self, stage: str) -> None:

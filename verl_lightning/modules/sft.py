@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +24,29 @@ from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.step_log import log_step
 from verl_lightning.strategies.base import with_gradient
 from verl_lightning.types import Scores, TokenBatch
+
+
+class AccumulationPlan(NamedTuple):
+    """Batches of an epoch and of an optimizer step, which Lightning ends at an epoch's end in any case."""
+
+    epoch: float
+    step: int
+
+    def warning(self, steps_left: float) -> str | None:
+        """What is said of steps that have fewer batches than asked for; None if there are none.
+
+        Args:
+            steps_left: Of the run.
+        """
+        if self.epoch % self.step == 0 or self.epoch == float("inf") or self.step * steps_left <= self.epoch:
+            return None
+        says = (
+            f"`trainer.accumulate_grad_batches` is {self.step}, but an epoch has {self.epoch:g} batches on each rank:"
+        )
+        if self.epoch < self.step:
+            return f"{says} every optimizer step takes {self.epoch:g}. Set it to {self.epoch:g} at the most."
+        rest = self.epoch % self.step
+        return f"{says} the last optimizer step of an epoch takes {rest:g}. A number that divides it makes all alike."
 
 
 class SFTModule(PostTrainingModule):
@@ -50,6 +74,7 @@ class SFTModule(PostTrainingModule):
         self._batch_tokens: Tensor | None = None  # of the batch at work; None within its later micro-batches
         self._log_prob_sums: list[Tensor] = []  # of its micro-batches so far
         self._rest: list[TokenBatch] = []  # its micro-batches that `backward` is to make
+        self._accumulation: AccumulationPlan | None = None  # of the epoch before
         self._evaluation = MetricTable()
         # Lightning's `GradientAccumulationScheduler` says that hooks of optimizer steps run at optimizer steps only.
         warnings.filterwarnings("ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding")
@@ -94,6 +119,15 @@ class SFTModule(PostTrainingModule):
                 f"`max_tokens_per_micro_batch` ({budget}) is less than one chat may have (`data.max_length`,"
                 f" {longest}). Raise it, or shorten chats."
             )
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        trainer = self.trainer  # a `GradientAccumulationScheduler` has set this epoch's number
+        plan = AccumulationPlan(trainer.num_training_batches, trainer.accumulate_grad_batches)
+        steps_left = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+        if plan != self._accumulation and (warning := plan.warning(steps_left)) is not None:
+            rank_zero_warn(warning)
+        self._accumulation = plan
 
     @override
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
