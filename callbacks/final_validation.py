@@ -10,6 +10,8 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.run_folders import shared_run_folder
+
 PREFIX = "final/"
 
 
@@ -31,7 +33,7 @@ class FinalValidation(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._path = Path(self.folder or trainer.log_dir or trainer.default_root_dir)  # asked on every rank
+        self._path = Path(self.folder or shared_run_folder(trainer))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

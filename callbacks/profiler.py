@@ -23,6 +23,7 @@ from verl_lightning.callbacks.profile_tools import Tool, ToolName, make_tool
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.phases import SAVE_CHECKPOINT, CheckpointClock, Moment, Span, users_profiler
 from verl_lightning.ranges import named_range
+from verl_lightning.run_folders import shared_run_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ class ProfilerCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        path = Path(self.folder or f"{trainer.log_dir or trainer.default_root_dir}/profile")  # asked on every rank
+        path = Path(self.folder or shared_run_folder(trainer) / "profile")
         done = trainer.global_step
         self._wanted = [step for step in self._known_steps() if step > done]
         if not self._wanted and not (isinstance(self.steps, StepRange) and self.steps.last is None):

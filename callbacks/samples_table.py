@@ -18,6 +18,7 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
+from verl_lightning.run_folders import shared_run_folder
 from verl_lightning.types import Experience, Rollout
 
 COLUMNS = ["step", "data_source", "prompt", "response", "reward"]
@@ -74,7 +75,7 @@ class SamplesTable(Callback):
                 f"`SamplesTable` shows responses and their rewards, but `{type(pl_module).__name__}` has none. Train a"
                 " `PPOModule`, or take the callback out."
             )
-        self._path = Path(self.folder or f"{trainer.log_dir or trainer.default_root_dir}/samples")  # on every rank
+        self._path = Path(self.folder or shared_run_folder(trainer) / "samples")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
-FACTS = {"deprecation", "faults", "types", "metrics", "ranges", "seeding", "supervisor"}
+FACTS = {"deprecation", "faults", "types", "metrics", "ranges", "run_folders", "seeding", "supervisor"}
 CLI = {
     *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate", "saying"),
 }
@@ -25,6 +25,7 @@ ALLOWED = {
     "types": set(),
     "metrics": {"faults"},
     "ranges": set(),
+    "run_folders": set(),
     "seeding": set(),
     "supervisor": set(),
     "data": BASE,

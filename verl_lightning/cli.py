@@ -41,7 +41,7 @@ Examples:
   verl-fit --config grpo                           a configuration that ships with the package
   verl-fit --config my.yaml --trainer.max_steps 10 --model.actor.optim.lr 2e-6
   verl-fit --config my.yaml --strategy ddp         short for --trainer.strategy ddp
-  verl-fit --config my.yaml --ckpt_path last       go on with the newest run
+  verl-fit --config my.yaml --ckpt_path last       go on with the newest run; auto begins anew where there is none
   verl-fit --config my.yaml --print_config         show every setting and stop
 
 Shipped configurations: {shipped}

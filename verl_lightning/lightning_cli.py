@@ -20,7 +20,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,7 +32,16 @@ from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.deprecation import renamed_flags
-from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger, newest_checkpoint
+from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.modules.run_lock import lock_first
+from verl_lightning.run_folders import (
+    CONFIG_FILE,
+    chosen_version,
+    last_checkpoint,
+    run_folder,
+    runs_folder,
+    version_of,
+)
 from verl_lightning.strategies import STRATEGIES, register_strategies
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded
 from verl_lightning.strategies.megatron.portable import is_megatron_folder
@@ -57,6 +65,9 @@ SWITCHES: dict[str, type[Callback]] = {
 }
 """Settings of the trainer that turn callbacks off; Lightning refuses to have both."""
 
+LAST = ("last", "auto")
+"""Values of `--ckpt_path` that mean the newest run's checkpoint; `auto` begins anew where there is none."""
+
 MARKETING = ("litlogger", "litmodels")
 
 
@@ -70,7 +81,7 @@ class SaveConfig(SaveConfigCallback):
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         config = self.config.clone()
-        if config.get("ckpt_path") == "last":
+        if config.get("ckpt_path") in LAST:
             config["ckpt_path"] = None  # how the run was resumed is no part of what it is
         text = self.parser.dump(config, skip_unset=False)
         settings = get_loader("yaml")(text)
@@ -80,18 +91,10 @@ class SaveConfig(SaveConfigCallback):
         filesystem = get_filesystem(folder)
         filesystem.makedirs(folder, exist_ok=True)
         name = CONFIG_FILE if stage == "fit" else f"config_{TrainerFn(stage).value}.yaml"
-        with filesystem.open(os.path.join(folder, name), "w") as file:
+        draft = os.path.join(folder, f".{name}.tmp")
+        with filesystem.open(draft, "w") as file:
             file.write(text)
-
-
-def run_folder(trainer: Trainer) -> str:
-    """The folder in which a run's `checkpoints` folder lies; for W&B it differs from ``trainer.log_dir``."""
-    logger = trainer.logger
-    if logger is None:
-        return trainer.default_root_dir
-    if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-        return logger.log_dir
-    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), str(logger.version))
+        filesystem.mv(draft, os.path.join(folder, name))  # a kill leaves the settings that were there
 
 
 class CLI(LightningCLI):
@@ -170,7 +173,7 @@ class CLI(LightningCLI):
             parser, settings, "trainer.accelerator", ["auto", "gpu", *ACCELERATOR_REGISTRY.available_accelerators()]
         )
         check_name(parser, settings, "trainer.profiler", ["simple", "advanced", "pytorch", "xla"])
-        check_checkpoint(parser, settings.get("ckpt_path"))
+        check_checkpoint(parser, settings.get("ckpt_path"), self._command)
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning's reads the whole checkpoint to let its hyper-parameters win over the settings."""
@@ -181,9 +184,6 @@ class CLI(LightningCLI):
         callbacks = trainer.get("callbacks") or []
         own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
         others = callbacks if isinstance(callbacks, list) else [callbacks]
-        logger = trainer.logger[0] if isinstance(trainer.logger, list) and trainer.logger else trainer.logger
-        if self._get(self.config, "ckpt_path") == "last" and isinstance(logger, ResumableCSVLogger):
-            self._find_last_run(logger)
         check_gpu(trainer.accelerator)
         if trainer.strategy in STRATEGIES:
             kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
@@ -191,16 +191,22 @@ class CLI(LightningCLI):
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
         made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         self._tell_of_unused_groups(made)
-        if self._get(self.config_init, "ckpt_path") == "last" and (found := newest_checkpoint(made)):
-            self.config_init[self.subcommand].ckpt_path = str(found)
+        if self._get(self.config_init, "ckpt_path") in LAST:
+            self._find_last_checkpoint(made)
         return made
 
     def before_fit(self) -> None:
-        """Lets a resumed run go on in its W&B run; Lightning opens that before any hook of a callback."""
+        """Keeps other runs out, and lets a resumed run go on in its W&B run; Lightning opens that before any hook."""
+        self._lock_folders()
         path = self._get(self.config_init, "ckpt_path")
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeWandb) and path is not None:
                 callback.continue_from(self.trainer, path)
+
+    def _lock_folders(self) -> None:
+        lock_first(self.trainer)
+
+    before_validate = before_test = _lock_folders
 
     def _tell_of_unused_groups(self, trainer: Trainer) -> None:
         """Says which settings of other strategies wait for them; a file may well hold those of several."""
@@ -212,19 +218,27 @@ class CLI(LightningCLI):
                 used = chosen or type(trainer.strategy).__name__
                 rank_zero_info(f"Not used by the strategy `{used}`: {', '.join(changed)}.")
 
-    def _find_last_run(self, logger: ResumableCSVLogger) -> None:
-        """Makes `last` mean the newest run: training goes on in its folder, an evaluation reads its weights."""
-        if self.subcommand == "fit":
-            logger.continue_newest_run()
+    def _find_last_checkpoint(self, trainer: Trainer) -> None:
+        """Puts the newest run's checkpoint in the place of `last`; training goes on in the folder of that run.
+
+        Raises:
+            MisconfigurationException: If there is none, unless `auto` was asked for.
+        """
+        settings, logger = self.config_init[self.subcommand], trainer.logger
+        asked, settings.ckpt_path = settings.ckpt_path, None
+        found = last_checkpoint(trainer)
+        if found is None and asked == "last":
+            raise MisconfigurationException(no_last_checkpoint(trainer, self._command))
+        if found is None:
+            rank_zero_info("`--ckpt_path auto`: no run has a checkpoint yet, so this one begins anew.")
             return
-        newest = logger.newest_run()
-        checkpoint = None if newest is None else logger.last_checkpoint(newest)
-        if checkpoint is None:
-            raise MisconfigurationException(
-                f"`--ckpt_path last`: no run in `{logger.root_dir}` has a `last` checkpoint."
-                " Train with `ModelCheckpoint(save_last=True)`, or give the checkpoint's path."
-            )
-        self.config_init[self.subcommand].ckpt_path = str(checkpoint)
+        settings.ckpt_path = str(found.path)
+        newer = ", ".join(f"`{run}`" for run in found.passed_over)
+        note = f" Newer runs have no checkpoint and are passed over: {newer}." if newer else ""
+        rank_zero_info(f"`--ckpt_path {asked}` is `{found.path}`.{note}")
+        begins_run = self._command == "fit" and chosen_version(logger) is None
+        if begins_run and found.run is not None and isinstance(logger, ResumableCSVLogger):
+            logger.continue_run(version_of(found.run))
 
 
 def without_switched_off(trainer: Namespace, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -275,9 +289,22 @@ def check_gpu(accelerator: object) -> None:
         )
 
 
-def check_checkpoint(parser: LightningArgumentParser, path: str | None) -> None:
+def no_last_checkpoint(trainer: Trainer, command: str) -> str:
+    """What to do where `--ckpt_path last` finds nothing."""
+    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    folders = [f"`{folder}`" for folder in (runs_folder(trainer), *dirpaths) if folder is not None]
+    way_out = " To begin anew where there is none, say `--ckpt_path auto`." if command == "fit" else ""
+    return (
+        f"`--ckpt_path last`: no run in {' or '.join(folders)} has a `last` checkpoint, nor any other. Train with"
+        f" `ModelCheckpoint(save_last=True)`, or give a checkpoint's path.{way_out}"
+    )
+
+
+def check_checkpoint(parser: LightningArgumentParser, path: str | None, command: str) -> None:
     """Refuses a checkpoint that can't be there, before the models are built."""
-    if path in (None, "last", "hpc") or "://" in str(path) or str(path).startswith("registry"):
+    if path == "auto" and command != "fit":
+        parser.error(f"`--ckpt_path auto` begins anew where there is no checkpoint, but `{command}` needs one: `last`.")
+    if path in (None, *LAST, "hpc") or "://" in str(path) or str(path).startswith("registry"):
         return
     if path == "best":
         parser.error("`--ckpt_path best` is known only to the process that trained; give its file, or `last`.")

@@ -115,6 +115,7 @@ def test_an_offline_wandb_run_holds_metrics_tables_and_settings(tmp_path, tiny_f
 
     assert config["model"]["init_args"]["advantage"]["class_path"].endswith("GAE")
     assert config["trainer"]["max_steps"] == 4
+    assert len(list(tmp_path.glob("lightning_logs/*/samples/index.html"))) == 1  # of this run alone
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in run.glob("files/media/table/*/*.json")}
     assert tables["samples"]["columns"][:5] == ["step", "data_source", "prompt", "response", "reward"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
-from verl_lightning.loggers import CONFIG_FILE, ResumableCSVLogger, read_rows
+from verl_lightning.loggers import ResumableCSVLogger, read_rows
 
 
 def log(logger: ResumableCSVLogger, *entries: tuple[dict[str, float], int]) -> list[dict[str, str]]:
@@ -77,19 +81,42 @@ def test_runs_that_start_at_the_same_time_have_folders_of_their_own(folder):
     assert {logger.version for logger in loggers} == {0, 1}
 
 
-def test_newest_run_is_the_one_with_the_highest_number(folder):
-    for version in (2, 10, 9):
-        (folder / f"runs/version_{version}").mkdir(parents=True)
-        (folder / f"runs/version_{version}" / CONFIG_FILE).touch()
-    (folder / "runs/version_11").mkdir()  # an evaluation
-    assert ResumableCSVLogger().newest_run() == 10
+def test_asking_for_the_folder_makes_it_this_runs_own(folder):
+    """Lightning asks long before it logs."""
+    loggers = [ResumableCSVLogger(), ResumableCSVLogger()]
+    assert [Path(logger.log_dir).name for logger in loggers] == ["version_0", "version_1"]
 
 
-def test_chosen_version_stays(killed):
-    (killed / CONFIG_FILE).touch()
-    (killed / "checkpoints").mkdir()
-    (killed / "checkpoints/last.ckpt").touch()
-    chosen, free = ResumableCSVLogger(version=5), ResumableCSVLogger()
-    chosen.continue_newest_run()
-    free.continue_newest_run()
-    assert (chosen.version, free.version) == (5, 0)
+class Dying(csv.DictWriter):
+    """Ends the process while it writes rows."""
+
+    def writerows(self, rows: Iterable[Mapping[str, object]]) -> None:
+        self.writerow(next(iter(rows)))
+        os._exit(9)
+
+
+def add_a_column_and_be_killed(folder: Path) -> None:
+    """Goes on with a run, and dies while its file gets a new column."""
+    os.chdir(folder)
+    logger = ResumableCSVLogger(version=0)
+    log(logger, ({"a": 3.5}, 3))
+    csv.DictWriter = Dying
+    logger.log_metrics({"new": 1.0}, 4)
+
+
+def open_and_be_killed(folder: Path) -> None:
+    """Goes on with a run, and dies before it has logged anything."""
+    os.chdir(folder)
+    _ = ResumableCSVLogger(version=0).experiment
+    os._exit(9)
+
+
+@pytest.mark.parametrize(("die", "steps"), [(add_a_column_and_be_killed, "01123"), (open_and_be_killed, "0112")])
+def test_a_kill_while_the_file_changes_leaves_all_rows(killed, die, steps):
+    """Lightning's logger empties a file to write it anew, and deletes that of a run which it goes on with."""
+    writer = multiprocessing.get_context("fork").Process(target=die, args=(Path.cwd(),))
+    writer.start()
+    writer.join()
+
+    assert writer.exitcode == 9
+    assert [row["step"] for row in read_rows(killed / "metrics.csv")] == list(steps)

@@ -13,9 +13,11 @@ import torch
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.modules.test_run_lock import held
 from verl_lightning.cli import show_error
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import rows_before
+from verl_lightning.modules.run_lock import FolderInUseError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
@@ -64,7 +66,8 @@ def test_without_a_logger_settings_lie_beside_the_checkpoints(run, folder):
 @pytest.mark.slow
 def test_wandb_settings_lie_beside_its_checkpoints(run, folder):
     """`trainer.log_dir` would put them where all runs of W&B share one file."""
-    run("--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=w")
+    cli = run("--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=w")
+    cli.trainer.logger.experiment.finish()
     (saved,) = (folder / "w").glob("*/*/config.yaml")
     assert (saved.parent / "checkpoints").is_dir()
 
@@ -78,31 +81,112 @@ def test_last_goes_on_in_the_newest_runs_folder(run, folder):
     assert not (folder / "runs/version_1").exists()
 
 
+LOGGERS = {
+    "ours": [],
+    "none": ["--trainer.logger=false"],
+    "csv": ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=boards"],
+    "tensorboard": ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
+    "two": ["--trainer.logger+=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
+    "wandb": ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=boards"],
+    "dirpath": ["--trainer.callbacks.dirpath=saved"],
+}
+SLOW = {"wandb"}
+
+
 @pytest.mark.parametrize(
-    "loggers",
-    [
-        ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
-        ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=boards"],
-        ["--trainer.logger+=TensorBoardLogger", "--trainer.logger.save_dir=boards"],
-    ],
+    "logger", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LOGGERS]
 )
-def test_last_goes_on_whatever_the_loggers(run, loggers):
-    """Those of Lightning begin a new folder, in which it would find nothing and start anew."""
-    run(*CHECKPOINTS, *loggers)
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_last_is_the_newest_run_that_has_a_checkpoint(run, logger, caplog):
+    """Whatever the loggers, and though a run that failed before its first save is newer."""
 
-    cli = run(*CHECKPOINTS, *loggers, "--ckpt_path", "last", "--trainer.max_steps", "4")
+    def trainer_of(*words):
+        trainer = run(*words, *CHECKPOINTS, *LOGGERS[logger]).trainer
+        if logger == "wandb":
+            trainer.logger.experiment.finish()
+        return trainer
 
-    assert cli.trainer.global_step == 4
-    assert str(cli.trainer.ckpt_path).endswith("last.ckpt")
+    trainer_of("fit")
+    saved = trainer_of("fit", "--trainer.max_steps=4").checkpoint_callback.last_model_path
+    trainer_of("fit", "--trainer.enable_checkpointing=false")
+    with caplog.at_level(logging.INFO):
+        trained = trainer_of("fit", "--ckpt_path=last", "--trainer.max_steps=5")
+        evaluated = trainer_of("validate", "--ckpt_path=last")
+
+    assert trained.global_step == 5
+    assert Path(trained.ckpt_path).absolute() == Path(saved).absolute()
+    assert Path(evaluated.ckpt_path).absolute() == Path(trained.checkpoint_callback.last_model_path).absolute()
+    assert f"`--ckpt_path last` is `{trained.ckpt_path}`." in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
-def test_last_starts_anew_if_the_newest_run_saved_nothing(run, folder):
+def test_last_goes_on_in_the_folder_of_the_run_that_it_means(run, folder, caplog):
     run(*CHECKPOINTS)
-    run("--trainer.enable_checkpointing", "false")
-    cli = run(*CHECKPOINTS, "--ckpt_path", "last")
-    assert cli.trainer.logger.version == 2
-    assert [row["step"] for row in read_metrics(folder / "runs/version_2")] == ["0", "1", "2"]
+    run(*CHECKPOINTS, "--trainer.enable_checkpointing", "false")
+
+    with caplog.at_level(logging.INFO):
+        run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
+
+    assert [row["step"] for row in read_metrics(folder / "runs/version_0") if row["loss"]] == ["0", "1", "2", "3"]
+    assert "Newer runs have no checkpoint and are passed over: `runs/version_1`." in caplog.text
+    assert not (folder / "runs/version_2").exists()
+
+
+def test_last_of_a_chosen_run_is_its_own(run, folder):
+    """Of an evaluation too, and never that of another run."""
+    run(*CHECKPOINTS)
+    run(*CHECKPOINTS)
+    chosen = ["--trainer.logger=ResumableCSVLogger", "--trainer.logger.version=0", "--ckpt_path=last"]
+
+    assert run(*CHECKPOINTS, *chosen).trainer.ckpt_path == "runs/version_0/checkpoints/last.ckpt"
+    with pytest.raises(MisconfigurationException, match="no run in `runs/` has a `last` checkpoint"):
+        run(*CHECKPOINTS, *chosen, "--trainer.logger.version=5")
+
+
+def test_last_takes_another_checkpoint_where_a_run_has_no_last_one(run):
+    run("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2")
+
+    cli = run("--ckpt_path", "last", "--trainer.max_steps=4")
+
+    assert cli.trainer.ckpt_path == "runs/version_0/checkpoints/epoch=0-step=2.ckpt"
+
+
+@pytest.mark.parametrize("words", [["fit"], ["validate"], ["test"]])
+@pytest.mark.parametrize("logger", ["ours", "none", "tensorboard", "dirpath"])
+def test_last_without_a_checkpoint_is_refused(run, words, logger):
+    with pytest.raises(MisconfigurationException, match="`--ckpt_path last`: no run in `.*` has a `last` checkpoint"):
+        run(*words, *CHECKPOINTS, *LOGGERS[logger], "--ckpt_path", "last")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_run_that_is_still_at_work_is_not_gone_on_with(run, folder):
+    """Not even its settings are written over."""
+    run(*CHECKPOINTS)
+    before = {path: path.read_bytes() for path in (folder / "runs/version_0").rglob("*") if path.is_file()}
+
+    with held(folder / "runs/version_0") as pid:
+        with pytest.raises(FolderInUseError, match=rf"version_0` is in use by another run: process {pid} on"):
+            run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
+        assert run("validate", "--ckpt_path", "last").trainer.logger.version == 1
+
+    assert before == {path: path.read_bytes() for path in before}
+    assert run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4").trainer.global_step == 4
+
+
+def test_auto_begins_anew_once_and_goes_on_from_then_on(run, folder, caplog):
+    """For schedulers that start a job by the same command until it is done."""
+    with caplog.at_level(logging.INFO):
+        first = run(*CHECKPOINTS, "--ckpt_path", "auto")
+    second = run(*CHECKPOINTS, "--ckpt_path", "auto", "--trainer.max_steps", "4")
+
+    assert "`--ckpt_path auto`: no run has a checkpoint yet, so this one begins anew." in caplog.text
+    assert first.trainer.ckpt_path is None
+    assert second.trainer.ckpt_path == "runs/version_0/checkpoints/last.ckpt"
+    assert yaml.safe_load((folder / "runs/version_0/config.yaml").read_text())["ckpt_path"] is None
+
+
+def test_auto_is_for_training(refuse):
+    said = refuse("validate", "--config", "base.yaml", "--ckpt_path", "auto")
+    assert said == "`--ckpt_path auto` begins anew where there is no checkpoint, but `validate` needs one: `last`."
 
 
 def test_resumed_settings_still_repeat_the_run(run, folder):
@@ -118,11 +202,6 @@ def test_validation_of_last_reads_the_newest_weights(run, folder):
     torch.testing.assert_close(cli.model.linear.weight.detach(), trained)
     assert (folder / "runs/version_1/config_validate.yaml").exists()
     assert [row["step"] for row in read_metrics(folder / "runs/version_0")] == ["0", "1", "2"]
-
-
-def test_validation_of_last_without_a_checkpoint_is_refused(run):
-    with pytest.raises(MisconfigurationException, match="no run in `runs/` has a `last` checkpoint"):
-        run("validate", "--ckpt_path", "last")
 
 
 def test_settings_win_over_those_of_the_checkpoint(run, folder):

@@ -54,13 +54,13 @@ def write_settings(path: Path, *, model: Path, prompts: Path) -> None:
 
 
 def fit(folder: Path) -> None:
-    """`verl-fit --config ../ppo.yaml --ckpt_path last` in a folder, as the leader of a process group."""
+    """`verl-fit --config ../ppo.yaml --ckpt_path auto` in a folder, as the leader of a process group."""
     os.setsid()
     os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.argv = ["verl-fit", "--config", "../ppo.yaml", "--ckpt_path", "last"]
+    sys.argv = ["verl-fit", "--config", "../ppo.yaml", "--ckpt_path", "auto"]
     from verl_lightning.cli import main
 
     main()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 
 def test_lightnings_private_names_are_still_there():
@@ -32,3 +33,13 @@ def test_wandb_loggers_private_names_are_still_there(tmp_path):
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     assert logger._id is None
     assert "id" in logger._wandb_init
+
+
+def test_file_loggers_private_names_are_still_there(tmp_path):
+    """`WholeFileWriter` takes the place of two, `chosen_version` reads one, `ResumableCSVLogger` calls another."""
+    assert list(inspect.signature(ExperimentWriter._check_log_dir_exists).parameters) == ["self"]
+    assert list(inspect.signature(ExperimentWriter._rewrite_with_new_header).parameters) == ["self", "fieldnames"]
+    assert CSVLogger(tmp_path)._get_next_version() == 0
+    for kind in (CSVLogger, TensorBoardLogger):
+        assert kind(tmp_path)._version is None
+        assert kind(tmp_path, version=3)._version == 3

@@ -17,7 +17,7 @@ from verl_lightning.cli import main
 
 NUM_STEPS = 6
 TIMEOUT = 250.0
-WORDS = ["--config", "../ppo.yaml", "--ckpt_path", "last", "--strategy", "ddp", "--trainer.devices", "2"]
+WORDS = ["--config", "../ppo.yaml", "--ckpt_path", "auto", "--strategy", "ddp", "--trainer.devices", "2"]
 
 
 def fit(folder: Path, last_step: int) -> None:

@@ -155,7 +155,7 @@ LEFT_OUT: list[LeftOut] = [
               "*.use_dist_checkpointing", "*.dist_checkpointing_p*", "trainer.max_critic_ckpt_to_keep",
               "trainer.default_hdfs_dir", "trainer.del_local_ckpt_after_load"),
     *missing("checkpoints are written before training goes on", "*checkpoint.async_save"),
-    *needless("give `--ckpt_path last` to go on with a run", "trainer.resume_mode"),
+    *needless("give `--ckpt_path auto` for what verl calls `auto`, `last` to go on with a run", "trainer.resume_mode"),
     *missing("verl's checkpoints are not read; export to a Hugging Face folder and give it as `path`",
              "trainer.resume_from_path", off=()),
     *missing("run `verl-fit validate` with the same files before training", "trainer.val_before_train"),

@@ -38,6 +38,7 @@ from verl_lightning.modules.phases import (
     span_metrics,
     users_profiler,
 )
+from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.modules.run_settings import OPTIM_KEY, optim_settings, tell_changed_settings
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.sigterm import AgreeOnSigterm
@@ -225,6 +226,7 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
+        lock_first(self.trainer)
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
         telling = _PrintsMemoryPlan(), WarnOfLostUpdates()

@@ -1,0 +1,124 @@
+"""Where runs keep their files: a run's folder, and which checkpoint of which run ``ckpt_path: last`` means."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, WandbLogger
+
+CONFIG_FILE = "config.yaml"
+"""File in a run's folder that tells a training run from an evaluation."""
+
+CHECKPOINTS = "checkpoints"
+"""Folder in a run's, by Lightning, for the checkpoints of a `ModelCheckpoint` without ``dirpath``."""
+
+
+def run_folder(trainer: Trainer) -> str:
+    """The folder in which a run's checkpoints lie; for W&B it differs from ``trainer.log_dir``."""
+    logger = trainer.logger
+    if logger is None:
+        return trainer.default_root_dir
+    version = logger.version
+    return os.path.join(runs_folder(trainer), version if isinstance(version, str) else f"version_{version}")
+
+
+def shared_run_folder(trainer: Trainer) -> Path:
+    """The same folder on all ranks, where the first one alone knows what a logger has called it. Collective."""
+    return Path(trainer.strategy.broadcast(run_folder(trainer)))
+
+
+def runs_folder(trainer: Trainer) -> str:
+    """The folder in which the first logger makes a folder for each run; without a logger, that of the only one."""
+    logger = trainer.logger
+    if logger is None:
+        return trainer.default_root_dir
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name))
+
+
+def chosen_version(logger: Logger | None) -> int | str | None:
+    """The run that the user has chosen for a logger; None where it begins a new one.
+
+    Asking Lightning 2.6's loggers of files for their version makes them choose one, hence the private name.
+    """
+    version = logger.version if isinstance(logger, WandbLogger) else getattr(logger, "_version", None)
+    return version if isinstance(version, int | str) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastCheckpoint:
+    """What ``ckpt_path: last`` means."""
+
+    path: Path
+    """The checkpoint."""
+
+    run: Path | None
+    """The folder of the run that wrote it; None where it lies in a ``dirpath`` of the user's."""
+
+    passed_over: list[Path] = field(default_factory=list)
+    """Folders of newer training runs, which have no checkpoint."""
+
+
+def last_checkpoint(trainer: Trainer) -> LastCheckpoint | None:
+    """The checkpoint of the newest run that has one, of those that the trainer's `ModelCheckpoint` callbacks write.
+
+    The newest run is the one of the highest version, where folders are called ``version_N``, or else that with the
+    newest checkpoint. Of a run, it is the newest checkpoint whose name begins with ``last``; where there is none, the
+    newest of all. Callbacks with a ``dirpath`` share it with all runs, so that the newest one there counts.
+
+    Args:
+        trainer: Of the run that is to go on.
+    """
+    found = []
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for callback in callbacks:
+        checkpoints = [] if callback.dirpath is None else checkpoints_in(Path(callback.dirpath))
+        found += [LastCheckpoint(path=path, run=None) for path in checkpoints]
+    if not callbacks or any(callback.dirpath is None for callback in callbacks):
+        newest = newest_run(trainer)
+        found += [] if newest is None else [newest]
+    return max(found, key=lambda each: rank(each.path), default=None)
+
+
+def newest_run(trainer: Trainer) -> LastCheckpoint | None:
+    """The newest run's newest checkpoint, of runs that have one."""
+    parent = Path(runs_folder(trainer))
+    version = chosen_version(trainer.logger)
+    if trainer.logger is None:
+        runs = [parent]
+    elif version is not None:
+        runs = [parent / (version if isinstance(version, str) else f"version_{version}")]
+    else:
+        runs = [path for path in parent.glob("*") if path.is_dir()]
+    with_checkpoint = {run: max(found, key=rank) for run in runs if (found := checkpoints_in(run / CHECKPOINTS))}
+    if not with_checkpoint:
+        return None
+    newest = max(with_checkpoint, key=lambda run: (number_of(run), rank(with_checkpoint[run])))
+    passed_over = [run for run in runs if number_of(run) > number_of(newest) and (run / CONFIG_FILE).exists()]
+    return LastCheckpoint(path=with_checkpoint[newest], run=newest, passed_over=sorted(passed_over, key=number_of))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints in a folder: those whose names begin with ``last``, or else all."""
+    return sorted(folder.glob("last*.ckpt")) or sorted(folder.glob("[!.]*.ckpt"))
+
+
+def version_of(run: Path) -> int | str:
+    """A logger's version of a run's folder."""
+    match = re.fullmatch(r"version_(\d+)", run.name)
+    return run.name if match is None else int(match[1])
+
+
+def number_of(run: Path) -> int:
+    """The number of a run's folder; -1 where it has none, as with Weights & Biases."""
+    version = version_of(run)
+    return version if isinstance(version, int) else -1
+
+
+def rank(checkpoint: Path) -> tuple[bool, float]:
+    """Larger for a newer checkpoint, and for one that is meant to be gone on from."""
+    return checkpoint.name.startswith("last"), checkpoint.stat().st_mtime
