@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,21 +32,21 @@ class AccumulationPlan(NamedTuple):
     epoch: float
     step: int
 
-    def warning(self, steps_left: float) -> str | None:
-        """What is said of steps that have fewer batches than asked for; None if there are none.
+    def tell(self, steps_left: float) -> None:
+        """Say where steps have fewer batches than asked for.
 
         Args:
             steps_left: Of the run.
         """
         if self.epoch % self.step == 0 or self.epoch == float("inf") or self.step * steps_left <= self.epoch:
-            return None
+            return
         says = (
             f"`trainer.accumulate_grad_batches` is {self.step}, but an epoch has {self.epoch:g} batches on each rank:"
         )
         if self.epoch < self.step:
-            return f"{says} every optimizer step takes {self.epoch:g}. Set it to {self.epoch:g} at the most."
-        rest = self.epoch % self.step
-        return f"{says} the last optimizer step of an epoch takes {rest:g}. A number that divides it makes all alike."
+            rank_zero_warn(f"{says} every optimizer step takes {self.epoch:g}. Set it to {self.epoch:g} at the most.")
+        else:
+            rank_zero_info(f"{says} the last optimizer step of an epoch takes {self.epoch % self.step:g}.")
 
 
 class SFTModule(PostTrainingModule):
@@ -125,8 +125,8 @@ class SFTModule(PostTrainingModule):
         trainer = self.trainer  # a `GradientAccumulationScheduler` has set this epoch's number
         plan = AccumulationPlan(trainer.num_training_batches, trainer.accumulate_grad_batches)
         steps_left = float("inf") if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
-        if plan != self._accumulation and (warning := plan.warning(steps_left)) is not None:
-            rank_zero_warn(warning)
+        if plan != self._accumulation:
+            plan.tell(steps_left)
         self._accumulation = plan
 
     @override
