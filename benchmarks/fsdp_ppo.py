@@ -23,10 +23,10 @@ import torch
 from fsdp_sft import PEAK_FLOPS, chosen_strategy, quiet_trainer, random_batches, show, write_model
 from lightning.pytorch import Callback, LightningModule, Trainer
 from step_timer import now
-from transformers import AutoConfig
 from typing_extensions import override
 
 from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules import SFTModule
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace, *, packing: Any, checkpointing: bool)
         packing=packing,
     )
     module = SFTModule(config)
-    shape = AutoConfig.from_pretrained(arguments.model)
+    shape = read_config(arguments.model)
     trainer.fit(module, random_batches(shape.vocab_size, 64, 1, sharing=arguments.sequence_parallel))
     return summarize(
         timer,

@@ -25,9 +25,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from step_timer import Spread, StepTimer
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import RowLength, TokenBatch
@@ -104,7 +105,7 @@ def write_model(folder: Path, *, is_tiny: bool = False) -> None:
     )
     draft = folder.with_name(f".{folder.name}")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
     model.save_pretrained(draft)
     draft.rename(folder)
 
@@ -164,7 +165,7 @@ def measure(arguments: argparse.Namespace, *, length: int, checkpointing: bool) 
         packing=arguments.packing,
     )
     module = SFTModule(config)
-    shape = AutoConfig.from_pretrained(arguments.model)
+    shape = read_config(arguments.model)
     batches = random_batches(shape.vocab_size, length, timer.num_fit_steps, sharing=arguments.sequence_parallel)
     trainer.fit(module, batches)
     tokens = 2 * length * trainer.world_size // arguments.sequence_parallel

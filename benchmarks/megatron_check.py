@@ -27,11 +27,12 @@ from fsdp_sft import PEAK_FLOPS, quiet_trainer, show, write_model
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from step_timer import StepTimer
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typing_extensions import override
 from watched import Case, Diary, run_cases
 
 from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
@@ -179,7 +180,7 @@ def write_small_model(folder: Path, *, experts: bool) -> None:
     if experts:
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
     config = Qwen3MoeConfig(**shape) if experts else Qwen3Config(**shape)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32).save_pretrained(folder)
 
 
 def make_strategy(case: Case, timeout: float) -> Any:
@@ -231,7 +232,7 @@ def speed(arguments: argparse.Namespace, diary: Diary, case: Case) -> dict[str, 
     )
     config, shape = (
         ModelConfig(path=case["model"], optim=OptimConfig(lr=1e-5)),
-        AutoConfig.from_pretrained(case["model"]),
+        read_config(case["model"]),
     )
     rows = (
         2

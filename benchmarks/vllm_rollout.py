@@ -81,7 +81,7 @@ def write_model(folder: Path, shape: str) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # seven billion random numbers take a while
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

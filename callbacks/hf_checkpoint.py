@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from verl_lightning.faults import RunError
+from verl_lightning.models.digests import write_digests
 from verl_lightning.models.hf_folder import (
     atomic_folder,
     clear_partial_folders,
@@ -160,6 +161,7 @@ class HFCheckpoint(ModelCheckpoint):
                         write_adapter(folder, model.backbone, adapter, fingerprint, self.dtype)
                     else:
                         write_model(folder, model.backbone, weights, self.dtype, self.max_shard_bytes)
+                    write_digests(folder)
             except (OSError, SafetensorError) as error:
                 problem = f"{type(error).__name__}: {error}"
         for _ in weights:  # collective: the ranks that don't write take part, and the writer after a failure

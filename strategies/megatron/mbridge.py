@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_pieces, checked_overrides, provider_fields
 from verl_lightning.strategies.megatron.runtime import installed_version
@@ -58,7 +59,7 @@ class MBridge:
         self.path = config.path
         self.head = head
         self._hf = readable_config(config.path)
-        self._is_tied = bool(AutoConfig.from_pretrained(config.path).tie_word_embeddings) and head != "value"
+        self._is_tied = bool(read_config(config.path).tie_word_embeddings) and head != "value"
         tensor = settings.sizes.tensor
         self._bridge = AutoBridge.from_config(
             self._hf,
@@ -182,7 +183,7 @@ def readable_config(path: str) -> PretrainedConfig:
     Raises:
         ValueError: If mbridge would build another model than transformers does.
     """
-    config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     obstacle = _obstacle(config)
     if obstacle is not None:
         raise ValueError(

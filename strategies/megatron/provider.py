@@ -14,6 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.models.pretrained import ForeignCodeError, read_config
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.config import ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.local_layers import sequence_parallel_block
@@ -101,7 +103,10 @@ def make_bridge(path: str) -> AutoBridge:
     from megatron.bridge import AutoBridge
 
     try:
-        return AutoBridge.from_hf_pretrained(path)
+        read_config(path)  # as every reader of ours does it
+        return AutoBridge.from_hf_pretrained(path, trust_remote_code=False)
+    except (DamagedFileError, ForeignCodeError):
+        raise
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

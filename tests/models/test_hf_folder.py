@@ -20,11 +20,11 @@ from verl_lightning.models.hf_folder import (
     ShardWriter,
     atomic_folder,
     clear_partial_folders,
-    generation_config_of,
     layer_of,
     remove_folder,
     write_model,
 )
+from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.weights import merged_weights
 
@@ -154,4 +154,4 @@ def test_the_generation_config_is_the_folders_even_if_the_model_did_not_read_it(
     skeleton = build_skeleton(ModelConfig(path=str(folder)), "policy", trainable=True).backbone
 
     assert skeleton.generation_config.top_k != 7
-    assert generation_config_of(skeleton).top_k == 7
+    assert read_generation_config(str(skeleton.name_or_path)).top_k == 7

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.weights import base_name
 
 PARTIAL_SUFFIX = ".partial"
@@ -95,7 +96,7 @@ def write_model(
     for name, weight in stored_weights(backbone, weights):
         writer.add(name, weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight)
     writer.finish()
-    if backbone.can_generate() and (generation := generation_config_of(backbone)) is not None:
+    if backbone.can_generate() and (generation := read_generation_config(str(backbone.name_or_path))) is not None:
         generation.to_json_file(folder / "generation_config.json")
     config = copy.deepcopy(backbone.config)
     config.dtype = str(dtype or backbone.dtype).removeprefix("torch.")
@@ -119,14 +120,6 @@ def layer_of(name: str) -> str:
     """The part of a weight's name up to its layer's number, empty outside of layers."""
     match = re.match(r".*?\.\d+\.", name)
     return match[0] if match else ""
-
-
-def generation_config_of(backbone: PreTrainedModel) -> GenerationConfig | None:
-    """The one in the model's own folder; None where there is none: one of defaults might end responses elsewhere."""
-    try:
-        return GenerationConfig.from_pretrained(str(backbone.name_or_path))
-    except OSError:  # the folder has none
-        return None
 
 
 def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:

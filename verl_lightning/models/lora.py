@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_lightning.models.config import LoraConfig
+from verl_lightning.models.digests import check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.weights import is_adapter_name, whole
 
@@ -181,6 +182,7 @@ def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
     """
     folder = Path(str(lora.adapter_path))
+    check_folder(folder, [CONFIG_FILE, WEIGHTS_FILE])
     check_adapter_config(folder, lora)
     if fingerprint is not None:
         check_base(folder, str(backbone.name_or_path), fingerprint)

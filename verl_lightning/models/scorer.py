@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from lightning.fabric.utilities import rank_zero_info
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.functional.log_probs import (
@@ -34,10 +34,12 @@ from verl_lightning.models.attention import (
 )
 from verl_lightning.models.blocks import checkpoint_activations
 from verl_lightning.models.config import ModelConfig, Packing
+from verl_lightning.models.digests import check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
 from verl_lightning.models.packing import pack
+from verl_lightning.models.pretrained import AutoClass, make_model, read_model
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
@@ -228,15 +230,15 @@ def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> Token
 
 def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
     """The model without its weights: what it holds is made up."""
-    backbone: PreTrainedModel = _auto_class(head).from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.from_pretrained(config.path),
+    return make_model(
+        _auto_class(head),
+        config.path,
         dtype=getattr(torch, config.dtype),
         attn_implementation=best_attention(config.attn_implementation),
     )
-    return backbone
 
 
-def _auto_class(head: Head) -> type[AutoModel] | type[AutoModelForCausalLM]:
+def _auto_class(head: Head) -> AutoClass:
     return AutoModel if head == "value" else AutoModelForCausalLM
 
 
@@ -312,6 +314,7 @@ def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
     if (file := next((file for file in files if file.is_file()), None)) is None:
         rank_zero_info(f"The value head starts at zero: `{files[0]}` does not exist.")
         return
+    check_folder(file.parent, [file.name])
     weights = load_file(file)
     if {name: weight.shape for name, weight in weights.items()} != {"weight": head.weight.shape}:
         raise ValueError(f"`{file}` is not a value head of `path: {config.path}`: its size is another. Remove it.")
@@ -319,21 +322,20 @@ def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
     rank_zero_info(f"The value head goes on from `{file}`.")
 
 
-def load_backbone(config: ModelConfig, auto_class: type[AutoModel] | type[AutoModelForCausalLM]) -> PreTrainedModel:
+def load_backbone(config: ModelConfig, auto_class: AutoClass) -> PreTrainedModel:
     """Load the weights with one of transformers' auto classes.
 
     Raises:
         ValueError: If there is no model at ``config.path``, or not a whole one.
     """
     with model_must_be_at(config.path):
-        loaded: Any = auto_class.from_pretrained(
+        model, missing = read_model(
+            auto_class,
             config.path,
             dtype=getattr(torch, config.dtype),
             attn_implementation=best_attention(config.attn_implementation),
-            output_loading_info=True,
         )
-    model: PreTrainedModel = loaded[0]
-    check_none_missing(config.path, loaded[1]["missing_keys"])
+    check_none_missing(config.path, missing)
     return model
 
 

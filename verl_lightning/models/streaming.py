@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import fingerprint_of, sample
 from verl_lightning.models.lora import check_base
+from verl_lightning.models.pretrained import check_weights
 from verl_lightning.models.scorer import (
     Head,
     TokenScorer,
@@ -44,6 +45,7 @@ def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterat
     lora = config.lora if trainable else None
     adapter = None if lora is None or lora.adapter_path is None else Path(lora.adapter_path)
     with model_must_be_at(config.path):
+        check_weights(config.path)
         files = weight_files(config.path)
         with torch.device("meta"):
             skeleton = make_backbone(config, head)

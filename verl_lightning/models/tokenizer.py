@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.fabric.utilities import rank_zero_info
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+
+from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.models.pretrained import ForeignCodeError, read_tokenizer
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -44,7 +47,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def _load(path: str) -> PreTrainedTokenizerBase:
     is_folder = Path(path).is_dir()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, padding_side="left")
+        return read_tokenizer(path, padding_side="left")
+    except (DamagedFileError, ForeignCodeError):
+        raise
     except (OSError, ValueError) as error:
         reason = (
             "is a folder without a tokenizer that can be loaded. Save one there with `tokenizer.save_pretrained`"
@@ -53,4 +58,3 @@ def _load(path: str) -> PreTrainedTokenizerBase:
             " cache. Correct the path, or download the model first"
         )
         raise ValueError(f"`{path}` {reason} ({str(error).splitlines()[0]})") from error
-    return tokenizer

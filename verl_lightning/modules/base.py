@@ -15,13 +15,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
+from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
@@ -129,10 +130,8 @@ class PostTrainingModule(LightningModule):
         Raises:
             ValueError: If there are none.
         """
-        try:
-            ids = GenerationConfig.from_pretrained(self.policy_config.path).eos_token_id
-        except OSError:  # the folder has none
-            ids = None
+        stored = read_generation_config(self.policy_config.path)
+        ids = None if stored is None else stored.eos_token_id
         found = {self.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
         if not found:
             raise ValueError(

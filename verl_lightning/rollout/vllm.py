@@ -245,6 +245,7 @@ class VLLMEngine:
         )
         sources = memory | self._weights_options()
         return sources | {
+            "trust_remote_code": False,
             "dtype": self.config.dtype,
             # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,

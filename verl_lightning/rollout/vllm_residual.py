@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 from typing_extensions import override
+
+from verl_lightning.models.pretrained import read_config
 
 FLOAT32_RESIDUAL = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """Model types whose models in vLLM do so, which was read in their source: `RMSNorm` alone adds to the stream."""
@@ -29,7 +30,7 @@ def residual_options(path: str) -> dict[str, str]:
     Args:
         path: Folder or hub name of a Hugging Face model.
     """
-    return OPTIONS if AutoConfig.from_pretrained(path).model_type in FLOAT32_RESIDUAL else {}
+    return OPTIONS if read_config(path).model_type in FLOAT32_RESIDUAL else {}
 
 
 @cache

@@ -1,0 +1,141 @@
+"""The one door to Hugging Face repositories: nothing in them is executed, and our own folders are read as written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from verl_lightning.models.digests import WEIGHTS_SUFFIX, check_folder
+
+AutoClass = type[AutoModel] | type[AutoModelForCausalLM]
+
+
+class ForeignCodeError(ValueError):
+    """A model repository can't be read without running code that it holds."""
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """A model's `config.json`.
+
+    Args:
+        path: Folder or hub name.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+        ForeignCodeError: If the model has code of its own.
+    """
+    with nothing_executed(path):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config
+
+
+def read_generation_config(path: str) -> GenerationConfig | None:
+    """A model's `generation_config.json`; None if it has none.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+    """
+    with nothing_executed(path):
+        try:
+            return GenerationConfig.from_pretrained(path)
+        except OSError:
+            return None
+
+
+def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer.
+
+    Args:
+        path: Folder or hub name.
+        options: Of transformers.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+        OSError: If there is none.
+        ForeignCodeError: If it has code of its own.
+    """
+    with nothing_executed(path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    return tokenizer
+
+
+def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+    """A model with its weights, and the names of weights that its files don't hold.
+
+    Args:
+        auto_class: One of transformers' auto classes.
+        path: Folder or hub name.
+        options: Of transformers.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+        ForeignCodeError: If it has code of its own.
+        OSError: If there is none.
+    """
+    check_weights(path)
+    with nothing_executed(path):
+        loaded: Any = auto_class.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
+    return loaded[0], sorted(loaded[1]["missing_keys"])
+
+
+def make_model(auto_class: AutoClass, path: str, **options: Any) -> PreTrainedModel:
+    """A model without its weights: what it holds is made up.
+
+    Args:
+        auto_class: One of transformers' auto classes.
+        path: Folder or hub name.
+        options: Of transformers.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+        ForeignCodeError: If the model has code of its own.
+    """
+    config = read_config(path)
+    with nothing_executed(path):
+        model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]
+            config, trust_remote_code=False, **options
+        )
+    return model
+
+
+def check_weights(path: str) -> None:
+    """Compare the weights of a folder of ours with what was written; a second read, as transformers does its own.
+
+    Raises:
+        DamagedFileError: If they differ.
+    """
+    folder = Path(path)
+    check_folder(folder, [file.name for file in folder.glob(f"*{WEIGHTS_SUFFIX}")])
+
+
+@contextmanager
+def nothing_executed(path: str) -> Iterator[None]:
+    """Within it transformers reads from a path, told not to trust its code.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and its small files are not as they were written.
+        ForeignCodeError: If nothing can be read without running code.
+    """
+    check_folder(Path(path))
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ForeignCodeError(
+            f"`path: {path}` holds code that transformers would have to run (`auto_map` in its configuration). Code"
+            " from model repositories is never executed: use a model that transformers has built in."
+        ) from error
