@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,8 +12,7 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from verl_lightning.faults import RunError
-from verl_lightning.strategies import fsdp_checkpoint
-from verl_lightning.strategies.megatron import portable as megatron
+from verl_lightning.strategies.checkpoints import read_settings
 
 
 class ResumeWandb(Callback):
@@ -77,10 +75,7 @@ def last_checkpoint(trainer: Trainer) -> Path | None:
 
 def saved_callback_state(path: Path, key: str) -> dict[str, Any]:
     """A callback's state in a checkpoint file or folder, read without loading the weights; empty if it has none."""
-    settings = megatron.SETTINGS_FILE if megatron.is_megatron_folder(path) else fsdp_checkpoint.SETTINGS_FILE
-    file = path / settings if path.is_dir() else path
-    checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    state: dict[str, Any] = checkpoint.get("callbacks", {}).get(key, {})
+    state: dict[str, Any] = read_settings(path).get("callbacks", {}).get(key, {})
     return state
 
 

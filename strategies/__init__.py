@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.ddp import DDPStrategy
 from verl_lightning.strategies.fsdp import FSDPStrategy
-from verl_lightning.strategies.megatron import MegatronStrategy
+from verl_lightning.strategies.megatron.strategy import MegatronStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "megatron": MegatronStrategy}
 """Ours by name. `ddp` takes the place of Lightning's, which it equals for modules of other projects; `fsdp` that of

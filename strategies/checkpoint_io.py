@@ -1,11 +1,10 @@
-"""Writes checkpoint files that are whole or not there."""
+"""Writes checkpoint files that are whole or not there, and reads those of every strategy."""
 
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -13,6 +12,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from typing_extensions import override
 
 from verl_lightning.models.hf_folder import discard, replace
+from verl_lightning.strategies.checkpoints import read_checkpoint
+from verl_lightning.strategies.sealed_files import write_sealed
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -31,7 +32,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = final.with_name(f".{final.name}.tmp")
         try:
-            write_durably(checkpoint, draft)
+            write_sealed(draft, lambda file: torch.save(checkpoint, cast(IO[bytes], file)))
         except (OSError, RuntimeError) as error:
             draft.unlink(missing_ok=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch buries it
@@ -49,33 +50,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
-        from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
-
-        if is_megatron_folder(Path(path)):
-            return read_portable(Path(path), weights_only=weights_only)
-        if is_sharded(Path(path)):  # written by `fsdp`
-            return read_whole(Path(path), weights_only=weights_only)
-        check_whole(path)
-        return super().load_checkpoint(path, map_location, weights_only)
-
-
-def write_durably(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def check_whole(path: str | Path) -> None:
-    """Refuse a file that can't be a whole checkpoint, such as half a copy.
-
-    Raises:
-        ValueError: If it is not one; remote files, and those that are not there, are left to who reads them.
-    """
-    if Path(path).is_file() and not zipfile.is_zipfile(path):  # as `torch.save` writes; the directory is at the end
-        raise ValueError(f"`{path}` is not a checkpoint, or not the whole of one. Give one that `fit` wrote.")
+        if not _is_local_file_protocol(str(path)):
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        return read_checkpoint(Path(path), weights_only=weights_only, map_location=map_location)
 
 
 def sync_folder(folder: Path) -> None:

@@ -28,6 +28,7 @@ from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
+from verl_lightning.strategies.checkpoints import naming_another, read_checkpoint, read_settings
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import (
@@ -36,7 +37,6 @@ from verl_lightning.strategies.fsdp_checkpoint import (
     load_sharded_optimizer,
     load_whole_model,
     load_whole_optimizer,
-    read_settings,
     save_sharded,
 )
 from verl_lightning.strategies.fsdp_groups import FSDPGroups, check_shares, packed_attention
@@ -47,7 +47,6 @@ from verl_lightning.strategies.fsdp_shard import (
     shard,
 )
 from verl_lightning.strategies.local_adamw import LocalAdamW
-from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
@@ -304,11 +303,8 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         if self._saves is not None:
             self._saves.wait()
         path = Path(self.broadcast(checkpoint_path))
-        if is_megatron_folder(path):
-            return read_portable(path, weights_only=weights_only)
         if not is_sharded(path):
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return checkpoint
+            return read_checkpoint(path, weights_only=weights_only, mmap=True)
         # Tensors follow once the module has seen that they fit; see `load_model_state_dict`.
         empty: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], FOLDER_KEY: str(path)}
         return read_settings(path, weights_only=weights_only) | empty
@@ -317,7 +313,9 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None
         if FOLDER_KEY in checkpoint:
-            load_sharded_model(self.model, Path(checkpoint[FOLDER_KEY]))
+            folder = Path(checkpoint[FOLDER_KEY])
+            with naming_another(folder):
+                load_sharded_model(self.model, folder)
         else:
             load_whole_model(self.model, checkpoint["state_dict"], strict=strict)
 
@@ -326,7 +324,9 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         assert self.model is not None
         for index, optimizer in enumerate(self.optimizers):
             if FOLDER_KEY in checkpoint:
-                load_sharded_optimizer(self.model, optimizer, index, Path(checkpoint[FOLDER_KEY]))
+                folder = Path(checkpoint[FOLDER_KEY])
+                with naming_another(folder):
+                    load_sharded_optimizer(self.model, optimizer, index, folder)
             else:
                 load_whole_optimizer(optimizer, checkpoint["optimizer_states"][index])
 

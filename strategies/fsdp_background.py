@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from verl_lightning.faults import RunError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder, remove_folder
-from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE, take_tensors
+from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE, saved_bytes, take_tensors
+from verl_lightning.strategies.sharded_io import DigestingWriter, write_settings
 
 
 class BackgroundSaves:
@@ -50,14 +48,14 @@ class BackgroundSaves:
             RunError: If the save before has failed; or the error with which it has.
         """
         self.wait()
-        tensors, settings, stack = take_tensors(checkpoint), io.BytesIO(), ExitStack()
+        tensors, settings, stack = take_tensors(checkpoint), b"", ExitStack()
         if self._is_writer:
-            torch.save(checkpoint, settings)
+            settings = saved_bytes(checkpoint)
             stack.enter_context(atomic_folder(path))
         dist.barrier(group=self._group)  # the folder exists
-        writer = FileSystemWriter(partial_folder(path), single_file_per_rank=True, overwrite=True)
+        writer = DigestingWriter(partial_folder(path))
         written = cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=self._group))
-        self._running = self._executor.submit(self._finish, written, settings.getvalue(), stack, path)
+        self._running = self._executor.submit(self._finish, written, settings, stack, path)
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint, once the running save is durable; never if it fails."""
@@ -100,7 +98,7 @@ class BackgroundSaves:
             with stack:
                 written.result()
                 if self._is_writer:
-                    (partial_folder(path) / SETTINGS_FILE).write_bytes(settings)
+                    write_settings(partial_folder(path) / SETTINGS_FILE, settings)
             is_whole = True
         finally:
             told = [is_whole]

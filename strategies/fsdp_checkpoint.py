@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -22,8 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder
 from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
+from verl_lightning.strategies.sealed_files import load_file
+from verl_lightning.strategies.sharded_io import CheckedReader, DigestingWriter, write_settings
 
 SETTINGS_FILE = "meta.pt"
 """Everything but tensors of models and optimizers; Lightning's own name for it."""
@@ -45,10 +49,17 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
     tensors, draft = take_tensors(checkpoint), partial_folder(path)
     with atomic_folder(path) if is_writer else nullcontext(draft) as folder:
         dist.barrier()  # the folder exists
-        save(tensors, storage_writer=FileSystemWriter(folder, single_file_per_rank=True, overwrite=True))
+        save(tensors, storage_writer=DigestingWriter(folder))
         if is_writer:
-            torch.save(checkpoint, folder / SETTINGS_FILE)
+            write_settings(folder / SETTINGS_FILE, saved_bytes(checkpoint))
     dist.barrier()
+
+
+def saved_bytes(checkpoint: Mapping[str, Any]) -> bytes:
+    """What `torch.save` makes of a checkpoint without tensors."""
+    settings = io.BytesIO()
+    torch.save(checkpoint, settings)
+    return settings.getvalue()
 
 
 def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +70,24 @@ def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """What a checkpoint folder holds beside tensors."""
-    settings: dict[str, Any] = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
+    settings: dict[str, Any] = load_file(path / SETTINGS_FILE, weights_only=weights_only)
     return settings
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Within it parts are read together: what is wrong with one rank's is everybody's error, in one sentence.
+
+    Raises:
+        DamagedFileError: If a file of any rank is not as it was written.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, DamagedFileError):
+                raise DamagedFileError(failure.path, failure.what) from error
+        raise
 
 
 def load_sharded_model(model: nn.Module, path: Path) -> None:
@@ -68,19 +95,27 @@ def load_sharded_model(model: nn.Module, path: Path) -> None:
 
     Raises:
         CheckpointException: If a weight in training is missing.
+        DamagedFileError: If a file is not as it was written.
     """
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = CheckedReader(path / SETTINGS_FILE)
+    stored = reader.read_metadata().state_dict_metadata
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     state = get_model_state_dict(model)
     wanted = {name: t for name, t in state.items() if f"state_dict.{name}" in stored or name not in frozen}
-    load({"state_dict": wanted}, storage_reader=FileSystemReader(path))
+    with failures_told():
+        load({"state_dict": wanted}, storage_reader=reader)
 
 
 def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, path: Path) -> None:
-    """Read this rank's part of an optimizer's state. Collective."""
+    """Read this rank's part of an optimizer's state. Collective.
+
+    Raises:
+        DamagedFileError: If a file is not as it was written.
+    """
     key = f"optimizer_{index}"
     state = {key: get_optimizer_state_dict(model, optimizer)}
-    load(state, storage_reader=FileSystemReader(path))
+    with failures_told():
+        load(state, storage_reader=CheckedReader(path / SETTINGS_FILE))
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key])
 
 
@@ -110,10 +145,15 @@ def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint folder as the checkpoint of an unsharded run, for strategies without sharding."""
+    """A checkpoint folder as the checkpoint of an unsharded run, for strategies without sharding.
+
+    Raises:
+        DamagedFileError: If a file is not as it was written.
+    """
     tensors: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(tensors, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    with failures_told():
+        _load_state_dict(tensors, storage_reader=CheckedReader(path / SETTINGS_FILE), planner=planner, no_dist=True)
     count = sum(key.startswith("optimizer_") for key in tensors)
     optimizers = [_by_index(tensors[f"optimizer_{index}"]) for index in range(count)]
     return read_settings(path, weights_only=weights_only) | {

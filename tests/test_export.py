@@ -154,8 +154,8 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tmp_path, capsys, full_ru
         (lora_run[1], "out", ["--to", "hf"], "was trained with LoRA. Use `--to peft` or `--to merged`"),
         (full_run[1], "out", ["--to", "peft"], "has no LoRA adapter. Use `--to hf`"),
         (full_run[1], "full", ["--to", "hf"], "exists already"),
-        (tmp_path / "none.ckpt", "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
-        (tmp_path, "out", ["--to", "peft", "--config", lora_config], "neither a checkpoint file nor"),
+        (tmp_path / "none.ckpt", "out", ["--to", "peft", "--config", lora_config], "does not exist. Give a checkpoint"),
+        (tmp_path, "out", ["--to", "peft", "--config", lora_config], "is not a checkpoint. Did you mean"),
         (
             tmp_path / "full" / "notes.txt",
             "out",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl_lightning.deprecation import renamed_value
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.digests import write_digests
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
 from verl_lightning.models.lora import adapter_weights, write_adapter
@@ -23,9 +24,7 @@ from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY
-from verl_lightning.strategies.checkpoint_io import check_whole
-from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
-from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_portable
+from verl_lightning.strategies import checkpoints
 
 Role = Literal["actor", "critic"]
 Form = Literal["hf", "peft", "merged"]
@@ -103,6 +102,7 @@ def export(
         else:
             weights = merged_weights(model.backbone)
             write_model(folder, model.backbone, changed_weights(weights, model) if to == "merged" else weights, dtype)
+        write_digests(folder)
 
 
 def find_config(ckpt_path: Path) -> Path:
@@ -153,15 +153,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If there is none, or it is not one of ours.
     """
-    if is_megatron_folder(path):
-        checkpoint = read_portable(path, weights_only=True, with_optimizers=False)
-    elif path.is_dir() and is_sharded(path):
-        checkpoint = read_whole(path, weights_only=True)
-    elif path.is_file():
-        check_whole(path)
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    else:
-        raise ValueError(f"`--ckpt_path {path}` is neither a checkpoint file nor the folder of one.")
+    try:
+        checkpoint = checkpoints.read_checkpoint(path, with_optimizers=False, mmap=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"`--ckpt_path {path}` does not exist. Give a checkpoint's file or folder.") from error
+    except checkpoints.NoCheckpointError as error:
+        raise ValueError(f"`--ckpt_path {path}` {error.what}") from error
     if BASES_KEY not in checkpoint:
         raise ValueError(f"`--ckpt_path {path}` was not written by `verl-fit`.")
     return checkpoint

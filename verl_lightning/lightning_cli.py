@@ -33,6 +33,7 @@ from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.deprecation import renamed_flags
 from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.run_folders import (
     CONFIG_FILE,
@@ -43,8 +44,7 @@ from verl_lightning.run_folders import (
     version_of,
 )
 from verl_lightning.strategies import STRATEGIES, register_strategies
-from verl_lightning.strategies.fsdp_checkpoint import is_sharded
-from verl_lightning.strategies.megatron.portable import is_megatron_folder
+from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 
 CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollout": RolloutCallback}
 """Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
@@ -308,26 +308,18 @@ def check_checkpoint(parser: LightningArgumentParser, path: str | None, command:
         return
     if path == "best":
         parser.error("`--ckpt_path best` is known only to the process that trained; give its file, or `last`.")
-    folder = Path(str(path))
-    if folder.is_dir() and not (is_sharded(folder) or is_megatron_folder(folder)):
-        parser.error(f"`--ckpt_path {path}` {what_folder_is(folder)}")
-    if not Path(str(path)).exists():
+    try:
+        with naming_another(Path(str(path))):
+            format_of(Path(str(path)))
+    except NoCheckpointError as error:
+        parser.error(f"`--ckpt_path {path}` {error.what}")
+    except DamagedFileError as error:
+        parser.error(str(error))
+    except FileNotFoundError:
         neighbours = [str(neighbour) for neighbour in Path(str(path)).parent.glob("*")]
         close = difflib.get_close_matches(str(path), neighbours, n=1)
         hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
         parser.error(f"`--ckpt_path {path}` does not exist.{hint}")
-
-
-def what_folder_is(folder: Path) -> str:
-    """What a folder is that can't resume a run, and what to do with it."""
-    if (folder / "adapter_config.json").exists():
-        return "is a PEFT folder, which can't resume a run. Start from it: `model.actor.lora.adapter_path`."
-    if (folder / "config.json").exists():
-        return "is a Hugging Face folder, which can't resume a run. Start from it: `model.actor.path`."
-    found = [*folder.glob("checkpoints/last*"), *folder.glob("last*"), *folder.glob("*.ckpt")]
-    return "is not a checkpoint." + (
-        f" Did you mean `{found[0]}`?" if found else " Give its file or folder, or `last`."
-    )
 
 
 def is_no_marketing(record: logging.LogRecord) -> bool:

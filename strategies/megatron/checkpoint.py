@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.models.lora import has_adapters, read_adapter
-from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.fsdp_checkpoint import saved_bytes
 from verl_lightning.strategies.megatron.naming import held_names
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
 from verl_lightning.strategies.megatron.portable import MAP_KEY, SETTINGS_FILE, describe
+from verl_lightning.strategies.megatron.safe_reads import load_parts
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import gather_weights
+from verl_lightning.strategies.sharded_io import items_digested, write_settings
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -63,31 +66,35 @@ def save_folder(
     with atomic_folder(path) if is_writer else contextlib.nullcontext(path) as folder:
         names[0] = str(folder)
         dist.broadcast_object_list(names, 0)
-        dist_checkpointing.save(tensors, names[0])
+        with items_digested(import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")):
+            dist_checkpointing.save(tensors, names[0])
         if is_writer:
-            torch.save(checkpoint | {MAP_KEY: described}, folder / SETTINGS_FILE)
+            write_settings(folder / SETTINGS_FILE, saved_bytes(checkpoint | {MAP_KEY: described}))
     dist.barrier()
 
 
 def load_models(path: Path, roles: Roles) -> None:
-    """Read this rank's part of each trained weight. Collective."""
-    from megatron.core import dist_checkpointing
+    """Read this rank's part of each trained weight. Collective.
 
-    states = {role: model_state(role, model) for role, model in roles.items()}
-    loaded = dist_checkpointing.load(states, str(path))
+    Raises:
+        DamagedFileError: If a file is not as it was written.
+    """
+    loaded = load_parts({role: model_state(role, model) for role, model in roles.items()}, path)
     for role, model in roles.items():
         for piece, state in zip(model.pieces, loaded[role].values(), strict=True):
             piece.load_state_dict({name.removeprefix(f"{role}."): w for name, w in state.items()}, strict=False)
 
 
 def load_optimizer(path: Path, role: str, model: MegatronScorer, optimizer: MegatronOptimizer) -> None:
-    """Read this rank's part of an optimizer's state. Collective."""
-    from megatron.core import dist_checkpointing
+    """Read this rank's part of an optimizer's state. Collective.
 
+    Raises:
+        DamagedFileError: If a file is not as it was written.
+    """
     optimizer.allocate_state()
     key = f"{role}.optimizer"
     state = optimizer_state(role, optimizer, model_state(role, model), is_loading=True)
-    optimizer.load(dist_checkpointing.load({key: state}, str(path))[key])
+    optimizer.load(load_parts({key: state}, path)[key])
 
 
 def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
@@ -127,14 +134,6 @@ def optimizer_state(role: str, optimizer: MegatronOptimizer, model: dict[str, An
     state = optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(FORMAT))
     add_prefix_for_sharding(state, f"{role}.")
     return state
-
-
-def read_other(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint of another strategy, whole."""
-    if is_sharded(path):
-        return read_whole(path, weights_only=weights_only)
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    return checkpoint
 
 
 def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:

@@ -17,6 +17,7 @@ from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
 from verl_lightning.strategies.megatron.lora import add_megatron_adapters
 from verl_lightning.strategies.megatron.mbridge import MBridge
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_chunks, make_bridge, make_provider
+from verl_lightning.strategies.megatron.safe_reads import check_weights_once
 from verl_lightning.strategies.megatron.scorer import VALUE_HEAD, MegatronScorer
 from verl_lightning.strategies.megatron.tokens import Slicing
 from verl_lightning.strategies.megatron.weights import exported_weights
@@ -48,6 +49,7 @@ def build_model(
     """
     ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
     mapping = make_bridge(config.path)
+    check_weights_once(config.path)
     mbridge = MBridge(config, head, settings) if bridge == "mbridge" else None
     if mbridge is None:
         provider: Any = make_provider(mapping, config, head, settings)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from verl_lightning.strategies.fsdp_checkpoint import failures_told
 from verl_lightning.strategies.megatron.naming import Held, cut_weight, held_names
 from verl_lightning.strategies.megatron.weights import Experts
+from verl_lightning.strategies.sealed_files import load_file
+from verl_lightning.strategies.sharded_io import CheckedReader
 
 if TYPE_CHECKING:
     from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
@@ -110,8 +112,7 @@ def read_portable(path: Path, *, weights_only: bool | None, with_optimizers: boo
     Raises:
         ValueError: If the folder does not tell what it holds, or that can't be taken apart.
     """
-    settings: dict[str, Any] = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
-    check_settings(path, settings)
+    settings = read_settings(path, weights_only=weights_only)
     described = settings.pop(MAP_KEY)
     folder = _Folder(path)
     state: dict[str, Tensor] = {}
@@ -127,17 +128,20 @@ def read_portable(path: Path, *, weights_only: bool | None, with_optimizers: boo
     return settings
 
 
-def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse a folder of an older layout, whose adapters may lie in the order of the ranks that wrote them.
+def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """What a folder holds beside tensors, and the map of these.
 
     Raises:
-        ValueError: With the way out.
+        DamagedFileError: If the file is not as it was written.
+        ValueError: If the folder has an older layout, whose adapters may lie in the order of the ranks that wrote them.
     """
+    settings: dict[str, Any] = load_file(path / SETTINGS_FILE, weights_only=weights_only)
     if MAP_KEY not in settings:
         raise ValueError(
             f"`ckpt_path: {path}` was written by `megatron` in an older layout, which does not say what its tensors"
             " hold. Resume it with the version that wrote it, have `HFCheckpoint` write a folder, and start from that."
         )
+    return settings
 
 
 def assemble(model: Mapping[str, Any], read: Callable[[str], Tensor], path: Path) -> dict[str, Tensor]:
@@ -185,7 +189,8 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stored: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+        self._reader = CheckedReader(path / SETTINGS_FILE)
+        self.stored: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
 
     def weight(self, role: str, key: str) -> Tensor:
         """A weight, from the optimizer if it has it in higher precision."""
@@ -219,9 +224,9 @@ class _Folder:
         """One tensor, as its ranks have saved it together."""
         described = self.stored[key]
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), failures_told():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load({key: tensor}, storage_reader=FileSystemReader(self.path), no_dist=True)
+            load({key: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
 

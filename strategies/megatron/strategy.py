@@ -25,19 +25,14 @@ from verl_lightning.models.size import ModelSize
 from verl_lightning.models.weights import as_type
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
-from verl_lightning.strategies.megatron.checkpoint import (
-    load_models,
-    load_optimizer,
-    load_other,
-    read_other,
-    save_folder,
-)
+from verl_lightning.strategies.checkpoints import naming_another, read_checkpoint
+from verl_lightning.strategies.megatron.checkpoint import load_models, load_optimizer, load_other, save_folder
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
 from verl_lightning.strategies.megatron.memory import megatron_memory
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
-from verl_lightning.strategies.megatron.portable import SETTINGS_FILE, check_settings, is_megatron_folder
+from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_settings
 from verl_lightning.strategies.megatron.provider import ModelSettings
 from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel, stop_model_parallel
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
@@ -342,15 +337,17 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if not is_megatron_folder(path):
-            return read_other(path, weights_only=weights_only)
-        settings = torch.load(path / SETTINGS_FILE, map_location="cpu", weights_only=weights_only)
-        check_settings(path, settings)
+            return read_checkpoint(path, weights_only=weights_only, mmap=True)
+        with naming_another(path):
+            settings = read_settings(path, weights_only=weights_only)
         return {**settings, "state_dict": {}, FOLDER_KEY: str(path)}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if FOLDER_KEY in checkpoint:
-            load_models(Path(checkpoint[FOLDER_KEY]), self._roles)
+            folder = Path(checkpoint[FOLDER_KEY])
+            with naming_another(folder):
+                load_models(folder, self._roles)
         else:
             load_other(checkpoint["state_dict"], self._roles)
         for optimizer in cast(list[MegatronOptimizer], self.optimizers):
@@ -365,8 +362,10 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
             )
             return
         pairs = zip(self._roles.items(), cast(list[MegatronOptimizer], self.optimizers), strict=True)
-        for (role, model), optimizer in pairs:
-            load_optimizer(Path(checkpoint[FOLDER_KEY]), role, model, optimizer)
+        folder = Path(checkpoint[FOLDER_KEY])
+        with naming_another(folder):
+            for (role, model), optimizer in pairs:
+                load_optimizer(folder, role, model, optimizer)
 
     @override
     def teardown(self) -> None:

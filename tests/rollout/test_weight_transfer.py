@@ -48,7 +48,8 @@ def test_weights_go_in_chunks_of_about_a_size():
 
 
 def test_a_chunk_is_described_and_its_handles_cross_as_text():
-    handles = [{"GPU-1": (torch.Tensor, torch.Size([2, 3]), torch.float32, b"\x00handle")}, {"GPU-1": (1, None)}]
+    shape = (torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16, 0, b"\x00\xffhandle", 12, 0, False)
+    handles = [{"GPU-1": (torch.Tensor, *shape, b"\xfe", 0, b"", True)}, {"GPU-1": (torch.nn.Parameter, None)}]
 
     message = json.loads(json.dumps(describe(CHUNK) | {"ipc_handles": encode_handles(handles)}))
 

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.testing import assert_close
 
 from tests.runs import Recorder, make_chats, make_sft, make_trainer
@@ -24,9 +23,10 @@ from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.strategies import FSDPStrategy, fsdp_background
 from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links
 from verl_lightning.strategies.fsdp_checkpoint import read_whole
+from verl_lightning.strategies.sharded_io import DigestingWriter
 
 
-class HeldWriter(FileSystemWriter):
+class HeldWriter(DigestingWriter):
     """Writes when it is let, or fails."""
 
     let = threading.Event()
@@ -43,7 +43,7 @@ def start_saves() -> BackgroundSaves:
     """With a writer that is held."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    fsdp_background.FileSystemWriter = HeldWriter  # type: ignore[attr-defined]
+    fsdp_background.DigestingWriter = HeldWriter  # type: ignore[attr-defined]
     return BackgroundSaves(dist.new_group(backend="gloo"), is_writer=dist.get_rank() == 0)
 
 

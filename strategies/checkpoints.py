@@ -1,0 +1,184 @@
+"""Trainer checkpoints of every format: which it is, what it holds, and what to use in place of a damaged one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.strategies import fsdp_checkpoint
+from verl_lightning.strategies.megatron import portable
+from verl_lightning.strategies.sealed_files import check_sealed, load_file
+from verl_lightning.strategies.sharded_io import CheckedReader, check_small_files
+from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FILE
+
+Format = Literal["file", "fsdp", "megatron"]
+
+MAX_CHECKED_BYTES = 2**36
+"""Of a folder that is looked at in place of a damaged one: of a larger one the sizes and small files are compared."""
+
+
+class NoCheckpointError(ValueError):
+    """What is given as a checkpoint is something else.
+
+    Args:
+        path: It.
+        what: What it is, as the rest of a sentence.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"`ckpt_path: {path}` {what}")
+        self.what = what
+
+
+def format_of(path: Path) -> Format:
+    """How a checkpoint was written: as one file, or as the folder of `fsdp` or of `megatron`.
+
+    Raises:
+        DamagedFileError: If it is a folder whose settings are gone.
+        FileNotFoundError: If there is nothing at the path.
+        NoCheckpointError: If there is something else, with what to do with it.
+    """
+    if portable.is_megatron_folder(path):
+        return "megatron"
+    if fsdp_checkpoint.is_sharded(path):
+        return "fsdp"
+    if not path.exists():
+        raise FileNotFoundError(f"`ckpt_path: {path}` does not exist.")
+    if not path.is_dir():
+        return "file"
+    if (path / METADATA_FILE).exists() or next(path.glob(f"*{DATA_SUFFIX}"), None) is not None:
+        is_megatron = (path / "metadata.json").exists()
+        settings = portable.SETTINGS_FILE if is_megatron else fsdp_checkpoint.SETTINGS_FILE
+        raise DamagedFileError(path / settings, "is missing.")
+    raise NoCheckpointError(path, what_folder_is(path))
+
+
+def what_folder_is(folder: Path) -> str:
+    """What a folder is that can't resume a run, and what to do with it."""
+    if (folder / "adapter_config.json").exists():
+        return "is a PEFT folder, which can't resume a run. Start from it: `model.actor.lora.adapter_path`."
+    if (folder / "config.json").exists():
+        return "is a Hugging Face folder, which can't resume a run. Start from it: `model.actor.path`."
+    found = [*folder.glob("checkpoints/last*"), *folder.glob("last*"), *folder.glob("*.ckpt")]
+    return "is not a checkpoint." + (
+        f" Did you mean `{found[0]}`?" if found else " Give its file or folder, or `last`."
+    )
+
+
+def read_checkpoint(
+    path: Path, *, weights_only: bool | None = True, with_optimizers: bool = True, **options: Any
+) -> dict[str, Any]:
+    """A checkpoint of any strategy as that of an unsharded run.
+
+    Args:
+        path: Its file or folder.
+        weights_only: False lets a file, or a folder's settings, hold any object, which may run code.
+        with_optimizers: Whether to read the optimizers' state, where it lies apart.
+        options: Of `load_file`, for a file.
+
+    Raises:
+        DamagedFileError: If a file is not as it was written; it names the newest whole checkpoint.
+        FileNotFoundError: If there is nothing at the path.
+        NoCheckpointError: If there is something else.
+    """
+    with naming_another(path):
+        kind = format_of(path)
+        if kind == "megatron":
+            return portable.read_portable(path, weights_only=weights_only, with_optimizers=with_optimizers)
+        if kind == "fsdp":
+            return fsdp_checkpoint.read_whole(path, weights_only=weights_only)
+        return as_checkpoint(path, load_file(path, weights_only=weights_only, **options))
+
+
+def as_checkpoint(path: Path, content: Any) -> dict[str, Any]:
+    """What a file of `torch.save` holds, if that is a checkpoint.
+
+    Raises:
+        NoCheckpointError: If it is not.
+    """
+    if not isinstance(content, dict) or "state_dict" not in content:
+        raise NoCheckpointError(path, "is not a checkpoint: it holds no `state_dict`. Give one that `fit` wrote.")
+    return content
+
+
+def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, Any]:
+    """What a checkpoint holds, without what lies in other files; of a file no tensor is read.
+
+    Raises:
+        DamagedFileError: If it can't be read, or a folder's settings are not as they were written.
+        FileNotFoundError: If there is nothing at the path.
+        NoCheckpointError: If there is something else.
+    """
+    with naming_another(path):
+        kind = format_of(path)
+        if kind == "file":
+            return as_checkpoint(path, load_file(path, weights_only=weights_only, mmap=True, checks=False))
+        settings: dict[str, Any] = load_file(_settings_file(path, kind), weights_only=weights_only)
+        return settings
+
+
+def _settings_file(path: Path, kind: Format) -> Path:
+    return path / (portable.SETTINGS_FILE if kind == "megatron" else fsdp_checkpoint.SETTINGS_FILE)
+
+
+@contextmanager
+def naming_another(path: Path) -> Iterator[None]:
+    """Within it a checkpoint is read; an error for a damaged file says which checkpoint to use instead.
+
+    Raises:
+        DamagedFileError: If a file is not as it was written.
+    """
+    try:
+        yield
+    except DamagedFileError as error:
+        raise DamagedFileError(error.path, f"{error.what} {_advice(path)}") from error
+
+
+def _advice(path: Path) -> str:
+    if (other := newest_whole(path)) is None:
+        return f"No other whole checkpoint lies in `{path.parent}`."
+    return f"The newest whole checkpoint beside it is `{other}`: give that as `ckpt_path`."
+
+
+def newest_whole(path: Path) -> Path | None:
+    """The checkpoint of the most steps beside one that is damaged, every byte of which is as it was written.
+
+    Of folders above `MAX_CHECKED_BYTES` the contents are compared when they are loaded. None if there is none.
+    """
+    steps: dict[Path, tuple[int, float]] = {}
+    for other in path.absolute().parent.iterdir():
+        if other.name.startswith(".") or other == path.absolute() or _is_link_to(other, path):
+            continue
+        try:
+            kind = format_of(other)
+            file = other if kind == "file" else _settings_file(other, kind)
+            step = as_checkpoint(other, {"state_dict": {}} | load_file(file, mmap=True, checks=False))["global_step"]
+        except (ValueError, KeyError, TypeError, OSError):  # something else, or damaged
+            continue
+        steps[path.parent / other.name] = (step, file.stat().st_mtime)
+    newest_first = sorted(steps, key=lambda other: steps[other], reverse=True)
+    return next((other for other in newest_first if is_whole(other)), None)
+
+
+def _is_link_to(other: Path, path: Path) -> bool:
+    return other.is_symlink() and other.resolve() == path.resolve()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every file of a checkpoint is as it was written."""
+    try:
+        kind = format_of(path)
+        if kind == "file":
+            check_sealed(path)
+            return True
+        settings = _settings_file(path, kind)
+        if sum(file.stat().st_size for file in path.iterdir()) > MAX_CHECKED_BYTES:
+            check_small_files(settings)
+        else:
+            CheckedReader(settings).check()
+    except DamagedFileError:
+        return False
+    return True

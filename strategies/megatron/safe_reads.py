@@ -1,0 +1,90 @@
+"""Reads Megatron's checkpoint folders through our reader, in which nothing can run and each item has its CRC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.models.pretrained import check_weights
+from verl_lightning.strategies.fsdp_checkpoint import failures_told
+from verl_lightning.strategies.megatron.portable import SETTINGS_FILE
+from verl_lightning.strategies.sharded_io import CheckedReader, replaced
+
+LOADERS = ("serialization", "strategies.torch")
+"""Modules of Megatron-Core 0.19's `dist_checkpointing` that get their reader from `_get_filesystem_reader`, a private
+function; by themselves they unpickle whatever they read. `test_tampered_folders_run_nothing` fails where that moves."""
+
+
+def load_parts(states: Any, path: Path) -> dict[str, Any]:
+    """This rank's part of a folder. Collective.
+
+    Args:
+        states: Megatron's sharded tensors, which say what is wanted.
+        path: The folder.
+
+    Raises:
+        DamagedFileError: On every rank, if a file that any of them reads is not as it was written.
+    """
+    from megatron.core import dist_checkpointing
+
+    loaded: dict[str, Any] = {}
+    problem = None
+    try:
+        with our_reader(path), failures_told():
+            loaded = dist_checkpointing.load(states, str(path))
+    except DamagedFileError as error:
+        problem = error
+    raise_together(problem)
+    return loaded
+
+
+def check_weights_once(path: str) -> None:
+    """Compare a model's files with what was written, on the first rank for all. Collective.
+
+    Raises:
+        DamagedFileError: On every rank, if one differs.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            check_weights(path)
+        except DamagedFileError as error:
+            problem = error
+    raise_together(problem)
+
+
+def raise_together(problem: DamagedFileError | None) -> None:
+    """Make one rank's problem everybody's, lest the others wait for it. Collective.
+
+    Raises:
+        DamagedFileError: If any rank has one.
+    """
+    problems: list[DamagedFileError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for each in problems:
+        if each is not None:
+            raise DamagedFileError(each.path, each.what) from problem
+
+
+@contextmanager
+def our_reader(path: Path) -> Iterator[None]:
+    """Within it Megatron-Core reads a folder by a `CheckedReader`.
+
+    Raises:
+        DamagedFileError: If the folder's small files are not as they were written, or there is one that Megatron-Core
+            reads and this package does not write.
+    """
+    if (common := path / "common.pt").exists():
+        raise DamagedFileError(common, "is no part of a checkpoint that `megatron` writes. Delete it.")
+    reader = CheckedReader(path / SETTINGS_FILE)
+    with ExitStack() as stack:
+        for name in LOADERS:
+            module = import_module(f"megatron.core.dist_checkpointing.{name}")
+            stack.enter_context(replaced(module, "_get_filesystem_reader", lambda *_, **__: reader))
+        yield

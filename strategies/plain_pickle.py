@@ -1,0 +1,147 @@
+"""Reads pickles as descriptions: of what a pickle names, nothing is imported, called or changed.
+
+The one unpickler for sharded checkpoints, whichever strategy wrote them. The lists of what such files name were read
+from what torch 2.11 to 2.13 and Megatron-Core 0.19 write.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from typing_extensions import override
+
+from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.strategies.sealed_files import load_values
+
+DTYPES = frozenset(
+    ("torch", str(kind).removeprefix("torch.")) for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+)
+
+METADATA_NAMES = DTYPES | {
+    *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(("torch.distributed.checkpoint.metadata", f"{name}StorageMetadata") for name in ("Tensor", "Bytes", "Chunk")),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+"""What the `.metadata` of a folder names."""
+
+ENTRY_NAMES = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("collections", "OrderedDict"),
+    *(("torch", f"{kind}Storage") for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Bool", "Byte")),
+}
+"""What entries that are no tensors name: a tensor among plain values."""
+
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError),
+    *(ImportError, OverflowError, MemoryError, RecursionError, zipfile.BadZipFile, StopIteration),
+)
+"""What Python raises for pickles and archives that are none, or not whole."""
+
+
+class Record:
+    """An object as a pickle describes it. Each time that a class is named a new subclass stands for it."""
+
+    args: tuple[Any, ...] = ()
+    """What it is made with."""
+
+    state: Any = None
+    """What it is filled with."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class DescribingUnpickler(pickle.Unpickler):
+    """Makes a `Record` of each object but Python's own values.
+
+    Args:
+        file: The pickle.
+        names: Modules and names that it may have.
+    """
+
+    def __init__(self, file: IO[bytes], names: Collection[tuple[str, str]]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> type[Record]:
+        if (module_name, global_name) not in self._names:
+            raise ForbiddenNameError(f"{module_name}.{global_name}")
+        return type(global_name, (Record,), {})
+
+    @override
+    def persistent_load(self, pid: Any) -> Record:
+        return Record(pid)
+
+
+class ForbiddenNameError(Exception):
+    """A pickle names what files of its kind do not hold."""
+
+
+def describe(file: IO[bytes], names: Collection[tuple[str, str]], path: Path, what: str) -> Any:
+    """What a pickle holds, as plain values and `Record` objects.
+
+    Args:
+        file: The pickle.
+        names: Modules and names that it may have.
+        path: The file that it comes from, for messages.
+        what: What it is, for messages.
+
+    Raises:
+        DamagedFileError: If it can't be read, or names anything else.
+    """
+    try:
+        return DescribingUnpickler(file, names).load()
+    except ForbiddenNameError as error:
+        raise DamagedFileError(
+            path,
+            f"names `{error}` in its {what}, which no checkpoint of `fit` does. It may be made to run code, and is not"
+            " read.",
+        ) from error
+    except UNREADABLE as error:
+        raise DamagedFileError(path, f"is damaged: its {what} can't be read ({error!r}).") from error
+
+
+def plain_entry(content: bytes, path: Path) -> Any:
+    """An entry of a sharded checkpoint that is no tensor, once it is known to hold plain values.
+
+    Args:
+        content: What `torch.save` wrote.
+        path: The file that it comes from, for messages.
+
+    Raises:
+        DamagedFileError: If it holds anything but plain values and tensors.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    except UNREADABLE as error:
+        raise DamagedFileError(path, f"is damaged: one of its entries can't be read ({error!r}).") from error
+    describe(io.BytesIO(pickled), ENTRY_NAMES, path, "entries")
+    return load_values(io.BytesIO(content), path)
+
+
+def guarded(read: Callable[[], Any], path: Path, what: str) -> Any:
+    """What a function makes of a description, where a failure means that the file is not what it should be.
+
+    Raises:
+        DamagedFileError: If so.
+    """
+    try:
+        return read()
+    except UNREADABLE as error:
+        raise DamagedFileError(path, f"is damaged: its {what} does not describe a checkpoint ({error!r}).") from error

@@ -1,0 +1,165 @@
+"""Files of `torch.save` that hold their own digest, in the comment of the ZIP archive that such a file is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+
+from verl_lightning.models.digests import DamagedFileError, Digest, DigestedFile, digest_of
+
+END = b"PK\x05\x06"
+"""How a ZIP archive's last record begins, which is followed by the comment alone."""
+
+END_BYTES = 22
+LENGTH_BYTES = 2  # the end of that record: how long the comment is
+MAX_COMMENT = 2**16 - 1
+
+UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+"""What torch raises for files that are not its own, or not whole."""
+
+
+def write_sealed(
+    path: Path, write: Callable[[DigestedFile], object], beside: Mapping[str, Digest] | None = None
+) -> None:
+    """Write a file of `torch.save` with its digest, and wait until it is on the disk.
+
+    Args:
+        path: The file.
+        write: Does it; gets what `torch.save` takes for a file.
+        beside: Digests of other files by their names, to keep too.
+    """
+    with path.open("wb") as file:
+        digested = DigestedFile(file)
+        write(digested)
+        comment = _comment(digested.digest, beside or {})
+        file.seek(-LENGTH_BYTES, os.SEEK_END)
+        file.write(struct.pack("<H", len(comment)) + comment)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _comment(digest: Digest, beside: Mapping[str, Digest]) -> bytes:
+    """A seal as bytes, which end with their own CRC. A block of 2**28 bytes takes 12 of them: a terabyte fits."""
+    files = {name: each.to_json() for name, each in beside.items()}
+    text = json.dumps({"archive": digest.to_json(), "files": files}).encode()
+    return text + b" %08x" % zlib.crc32(text)
+
+
+def read_seal(path: Path) -> tuple[Digest, dict[str, Digest]] | None:
+    """What a file of `torch.save` says it must be, and files beside it; None if it was written without a seal.
+
+    Raises:
+        DamagedFileError: If the end of the file is not as it was written.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - END_BYTES - MAX_COMMENT))
+        tail = file.read()
+    start = tail.rfind(END)
+    end = tail[start : start + END_BYTES]
+    if start < 0 or len(end) < END_BYTES:
+        raise DamagedFileError(path, "is not a checkpoint, or not the whole of one. Give one that `fit` wrote.")
+    comment = tail[start + END_BYTES :]
+    if len(comment) != struct.unpack("<H", end[-LENGTH_BYTES:])[0]:
+        raise DamagedFileError(path, "is damaged: it does not end where it was written to end.")
+    if not comment:
+        return None
+    text, _, crc = comment.rpartition(b" ")
+    if b"%08x" % zlib.crc32(text) != crc:
+        raise DamagedFileError(path, "is damaged: the digest at its end is not as it was written.")
+    content = json.loads(text)
+    files = {name: Digest.from_json(each) for name, each in content["files"].items()}
+    return Digest.from_json(content["archive"]), files
+
+
+def check_sealed(path: Path) -> dict[str, Digest] | None:
+    """Compare a file of `torch.save` with what was written; one without a seal by the archive's own CRCs.
+
+    Returns:
+        Digests of files beside it; None without a seal.
+
+    Raises:
+        DamagedFileError: If it differs.
+        FileNotFoundError: If it is not there.
+    """
+    seal = read_seal(path)
+    if seal is None:
+        _check_archive(path)
+        return None
+    digest, files = seal
+    if digest != digest_of(path, digest.size, num_blank=LENGTH_BYTES):
+        raise DamagedFileError(path, "is damaged: its CRC is not that of what was written.")
+    return files
+
+
+def _check_archive(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, EOFError) as error:
+        raise DamagedFileError(path, f"is damaged ({error}).") from error
+    if record is not None:
+        raise DamagedFileError(path, f"is damaged: the CRC of its part `{record}` is wrong.")
+
+
+def load_file(
+    path: Path, *, weights_only: bool | None = True, mmap: bool = False, map_location: Any = "cpu", checks: bool = True
+) -> Any:
+    """Read a file of `torch.save`, by default such that nothing in it can run.
+
+    Args:
+        path: A local file.
+        weights_only: False reads any object, which may run code; None is True.
+        mmap: Map tensors into memory instead of reading them.
+        map_location: Where tensors go, as of `torch.load`.
+        checks: Whether to compare the file with its digest first, for which all of it is read.
+
+    Raises:
+        DamagedFileError: If it is not as it was written, or holds objects that could run code.
+        FileNotFoundError: If it is not there.
+    """
+    if checks and check_sealed(path) is None:
+        rank_zero_info(f"`{path}` holds no digests, as older versions wrote it: not all damage to it would be noticed.")
+    return load_values(path, path, weights_only=weights_only is not False, mmap=mmap, map_location=map_location)
+
+
+def load_values(source: Any, path: Path, *, weights_only: bool = True, **options: Any) -> Any:
+    """`torch.load`, whose refusals name the file in one sentence.
+
+    Args:
+        source: What to read.
+        path: The file that it comes from, for messages.
+        weights_only: False reads any object, which may run code.
+        options: More of `torch.load`.
+
+    Raises:
+        DamagedFileError: If it can't be read.
+    """
+    try:
+        return torch.load(source, weights_only=weights_only, **({"map_location": "cpu"} | options))
+    except FileNotFoundError:
+        raise
+    except UNREADABLE as error:
+        raise DamagedFileError(path, reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file of `torch.save` can't be read, as the rest of a sentence that begins with its name."""
+    text = str(error)
+    if match := re.search(r"(?:GLOBAL|find class|instantiate|set state of|call) `?([\w.<> ']+\w)", text):
+        return (
+            f"holds more than plain values and tensors (`{match[1]}`). What could run code is never read from a"
+            " checkpoint."
+        )
+    return f"can't be read as a file of `torch.save` ({text.strip().splitlines()[0] if text.strip() else repr(error)})."

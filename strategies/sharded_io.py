@@ -1,0 +1,215 @@
+"""How sharded checkpoint folders are written and read: each item with its CRC, and nothing in them can run.
+
+A folder's settings file is sealed and holds the digests of the table of contents and other small files. The table holds
+the CRC of each item. A rank compares what it reads, as it reads it: no byte is read twice for that, and nothing of it
+is used before.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from verl_lightning.models.digests import DamagedFileError, DigestedFile, check_file, crcs_of, digest_of
+from verl_lightning.strategies.plain_pickle import plain_entry
+from verl_lightning.strategies.sealed_files import check_sealed, load_values, write_sealed
+from verl_lightning.strategies.sharded_metadata import CRC_FIELD, DATA_SUFFIX, METADATA_FILE, read_metadata
+
+
+class DigestingWriter(FileSystemWriter):
+    """Writes this rank's items in one file, with the CRC of each in the table of contents.
+
+    Args:
+        folder: Where to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, overwrite=True)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with items_digested(filesystem):
+            return super().write_data(plan, planner)
+
+
+@contextmanager
+def items_digested(module: ModuleType) -> Iterator[None]:
+    """Within it, a module that writes items tells their CRCs to the table of contents.
+
+    Replaces `_write_item`, a private function of torch 2.11 to 2.13 that Megatron-Core 0.19 uses too.
+    `test_each_item_has_a_crc` and its like for Megatron fail when it has another name or is not used.
+
+    Args:
+        module: That calls it by this name.
+    """
+    write_item: Callable[..., WriteResult] = module._write_item
+
+    @functools.wraps(write_item)  # Megatron-Core looks at its signature
+    def digesting(transforms: Any, stream: IO[bytes], *args: Any, **kwargs: Any) -> WriteResult:
+        digested = DigestedFile(stream)
+        result = write_item(transforms, digested, *args, **kwargs)
+        setattr(result.storage_data, CRC_FIELD, digested.digest.crcs)
+        return result
+
+    with replaced(module, "_write_item", digesting):
+        yield
+
+
+@contextmanager
+def replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within it a module calls our function by the name of one of its own.
+
+    Raises:
+        AttributeError: If the module has no such name.
+    """
+    own = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def write_settings(path: Path, settings: bytes) -> None:
+    """Complete a folder by its settings, with the digests of the small files beside them.
+
+    Args:
+        path: The file of the settings, the last one that the folder gets.
+        settings: What `torch.save` made of them.
+    """
+    files = {
+        file.name: digest_of(file) for file in path.parent.iterdir() if file.suffix != DATA_SUFFIX and file != path
+    }
+    write_sealed(path, lambda file: file.write(settings), files)
+
+
+class CheckedReader(FileSystemReader):
+    """Reads a folder's items. What differs from what was written is refused, and so is what could run code.
+
+    Args:
+        settings: The folder's settings file.
+
+    Raises:
+        DamagedFileError: If the settings, the table of contents or another small file are not as they were written.
+    """
+
+    def __init__(self, settings: Path) -> None:
+        super().__init__(settings.parent)
+        self.folder = settings.parent
+        self._is_sealed = check_small_files(settings)
+        self._metadata = read_metadata(self.folder / METADATA_FILE)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        for _, items in itertools.groupby(sorted(plan.items, key=place), place):
+            self._read(list(items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Read one stored item, and hand over what is wanted of it."""
+        info = self.storage_data[items[0].storage_index]
+        path, content = self.folder / info.relative_path, self.read_item(info)
+        if items[0].type == LoadItemType.BYTE_IO:
+            # The planner will unpickle what it gets, whatever that is: let it be our own pickle of plain values.
+            value, anew = plain_entry(content, path), io.BytesIO()
+            torch.save(value, anew)
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(anew.getvalue()))
+            return
+        tensor = load_values(io.BytesIO(content), path)
+        if not isinstance(tensor, Tensor):
+            raise DamagedFileError(path, f"holds no tensor where `{items[0].storage_index.fqn}` should be.")
+        for item in items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrowed(tensor, item, path))
+            planner.commit_tensor(item, target)
+
+    def read_item(self, info: Any) -> bytes:
+        """One stored item, compared with its CRC.
+
+        Args:
+            info: Where it lies, from the table of contents.
+
+        Raises:
+            DamagedFileError: If it differs, or is not there.
+        """
+        path = self.folder / info.relative_path
+        try:
+            with path.open("rb") as file:
+                file.seek(info.offset)
+                content: bytes = file.read(info.length)
+        except FileNotFoundError as error:
+            raise DamagedFileError(path, "is missing.") from error
+        if len(content) != info.length:
+            raise DamagedFileError(path, "is damaged: it ends before it was written to end.")
+        crcs = getattr(info, CRC_FIELD, None)
+        if (self._is_sealed or crcs is not None) and crcs != crcs_of(content):
+            raise DamagedFileError(path, f"is damaged: the CRC of its bytes from {info.offset} on is wrong.")
+        return content
+
+    def check(self) -> None:
+        """Read all items without keeping them.
+
+        Raises:
+            DamagedFileError: If one is not as it was written.
+        """
+        for info in self._metadata.storage_data.values():
+            self.read_item(info)
+
+
+def check_small_files(settings: Path) -> bool:
+    """Compare a folder's settings, and what lies beside them, with what was written.
+
+    Args:
+        settings: The folder's settings file.
+
+    Returns:
+        Whether there was anything to compare with.
+
+    Raises:
+        DamagedFileError: If a file differs, or is not there.
+    """
+    files = check_sealed(settings)
+    for name, digest in (files or {}).items():
+        check_file(settings.with_name(name), digest)
+    return files is not None
+
+
+def narrowed(tensor: Tensor, item: ReadItem, path: Path) -> Tensor:
+    """The part of a stored tensor that is wanted.
+
+    Raises:
+        DamagedFileError: If it is smaller than the table of contents says.
+    """
+    ends = [start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True)]
+    if len(ends) != tensor.dim() or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+        raise DamagedFileError(path, f"holds a tensor of shape {list(tensor.shape)} for `{item.storage_index.fqn}`.")
+    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(axis, start, length)
+    return tensor
