@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,30 +15,38 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from metrics_cost import Meter, StepCosts, measure
 
 
-def test_calls_within_calls_count_once():
+@pytest.fixture
+def clock(monkeypatch):
+    """Goes on only when it is put forward."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    clock.forward = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr("metrics_cost.time", clock)
+    return clock
+
+
+def test_calls_within_calls_count_once(clock):
     meter = Meter()
-    inner = meter.timed(lambda: time.sleep(0.01))
-    outer = meter.timed(lambda: (inner(), inner()))
+    inner = meter.timed(lambda: clock.forward(1.0))
+    outer = meter.timed(lambda: (inner(), clock.forward(0.5), inner()))
 
-    start = time.perf_counter()
     outer()
-    elapsed = time.perf_counter() - start
 
-    assert 0.02 <= meter.seconds <= elapsed
+    assert meter.seconds == 2.5
 
 
-def test_the_body_of_a_phase_is_not_counted():
+def test_the_body_of_a_phase_is_not_counted(clock):
     meter = Meter()
 
     @contextmanager
     def phase():
-        time.sleep(0.01)
+        clock.forward(1.0)
         yield
+        clock.forward(0.5)
 
     with meter.borders(phase)():
-        time.sleep(0.1)
+        clock.forward(10.0)
 
-    assert 0.01 <= meter.seconds < 0.1
+    assert meter.seconds == 1.5
 
 
 def test_medians_are_of_the_steps_after_the_warm_up():

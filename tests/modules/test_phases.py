@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,23 +29,20 @@ class TokenCounter(Callback):
         self.tokens.append(int(batch.attention_mask.sum()))
 
 
-def test_a_step_lasts_from_its_first_phase_to_the_report():
+def test_a_step_lasts_from_its_first_phase_to_the_report(monkeypatch):
+    moments = iter([0.0, 10.0, 12.0, 15.0, 16.0, 20.0, 20.0])  # an origin, two phases, the report and a new origin
+    monkeypatch.setattr("verl_lightning.modules.phases.time", SimpleNamespace(perf_counter=lambda: next(moments)))
     clock = PhaseClock()
     clock.use(torch.device("cpu"))
-    start = time.perf_counter()
-    with clock.measure("gen"):
-        time.sleep(0.02)
-    time.sleep(0.03)
-    with clock.measure("gen"):
-        time.sleep(0.01)
+    for _ in range(2):
+        with clock.measure("gen"):
+            pass
 
     spans = clock.take()
 
-    assert [span.name for span in spans] == ["step", "gen", "gen"]
-    step, first, second = (span.seconds for span in spans)
-    assert first + 0.03 + second <= step <= time.perf_counter() - start
+    assert [(span.name, span.seconds) for span in spans] == [("step", 10.0), ("gen", 2.0), ("gen", 1.0)]
     metrics = span_metrics(spans, steps=2)
-    assert metrics["timing_s/gen"].value == pytest.approx((first + second) / 2)
+    assert metrics["timing_s/gen"].value == 1.5
     assert metrics.keys() == {"timing_s/step", "timing_s/gen"}
     assert clock.take() == []
 
@@ -139,25 +137,27 @@ def test_a_device_without_known_peak_says_so():
     )
 
 
-class TimesPhases(Callback):
-    """Enters empty phases at the end of training."""
+class CountsCalls(Callback):
+    """Enters an empty phase at the end of training."""
+
+    calls = 0
 
     def on_train_end(self, trainer, pl_module):
-        times = []
-        for _ in range(200):
-            start = time.perf_counter()
-            with pl_module.phase("gen"):
-                pass
-            times.append(time.perf_counter() - start)
-        self.median = sorted(times)[100]
+        def count(frame, event, argument):
+            self.calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        with pl_module.phase("gen"):
+            pass
+        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("callbacks", [[], [ProfilerCallback(steps=[1], ranks=[0])]])
-def test_a_phase_costs_less_than_half_a_percent_of_a_short_step(tmp_path, tiny_folder, chat_file, callbacks):
-    """Of two phases in 0.1 s, with a profiler outside its window too: 20 and 70 microseconds were measured."""
-    timer = TimesPhases()
+def test_a_phase_costs_little(tmp_path, tiny_folder, chat_file, callbacks):
+    """With a profiler outside its window too; `benchmarks/metrics_cost.py` says what that is in microseconds."""
+    counter = CountsCalls()
 
-    trainer = make_trainer(tmp_path, *callbacks, timer, max_steps=2)
+    trainer = make_trainer(tmp_path, *callbacks, counter, max_steps=2)
     trainer.fit(make_sft(tiny_folder), datamodule=make_chats(chat_file))
 
-    assert 2 * timer.median < 0.005 * 0.1
+    assert 20 < counter.calls < 200

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,3 +40,29 @@ def start_pool() -> Iterator[Callable[..., RewardPool]]:
     yield start
     for pool in pools:
         pool.stop()
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], None]:
+    """Gives pools another clock, in seconds, so that no sample is late because the machine is busy."""
+
+    def set_clock(monotonic: Callable[[], float]) -> None:
+        for module in ("pool", "process"):
+            monkeypatch.setattr(f"verl_lightning.rewards.{module}.time", SimpleNamespace(monotonic=monotonic))
+
+    return set_clock
+
+
+def ticks_while_only(pool: RewardPool, hanging: set[int]) -> Callable[[], float]:
+    """A clock that goes on, by a second each time it is read, while all samples that workers are at hang."""
+    seconds = itertools.count(1.0)
+    now = 0.0
+
+    def monotonic() -> float:
+        nonlocal now
+        at_work = {worker.queue[0] for worker in pool._workers if worker.queue}
+        if at_work and at_work <= hanging:
+            now = next(seconds)
+        return now
+
+    return monotonic
