@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -117,8 +118,10 @@ def start(
         output: File to which stdout and stderr are appended; ``output.txt`` in the folder by default.
         environment: Variables to add to those of this process.
     """
-    folder.mkdir(exist_ok=True, parents=True)
-    return Process((function, args), folder, output or folder / "output.txt", os.environ | (environment or {}))
+    output = output or folder / "output.txt"
+    for needed in (folder, output.parent):
+        needed.mkdir(exist_ok=True, parents=True)
+    return Process((function, args), folder, output, os.environ | (environment or {}))
 
 
 def run_verl_fit(*words: str) -> None:
@@ -163,10 +166,14 @@ def start_ranks(
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returned on each rank of one run; fails as soon as a rank does, with what it said."""
+    """What ``function(*args)`` returned on each rank of one run; fails as soon as a rank does, with what it said.
+
+    Warnings are errors on the ranks where they are errors here.
+    """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         outputs = Path(name)
-        ranks = start_ranks(world_size, _save_result, outputs, function, args, folder=Path.cwd(), outputs=outputs)
+        call = (outputs, list(warnings.filters), function, args)
+        ranks = start_ranks(world_size, _save_result, *call, folder=Path.cwd(), outputs=outputs)
         for process in ranks:
             stack.enter_context(process)
         while running := [process.sentinel for process in ranks if process.poll() is None]:
@@ -203,9 +210,13 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str
     return own | {name: str(value) for name, value in names.items()}
 
 
-def _save_result(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _save_result(folder: Path, filters: Sequence[Any], function: Callable[..., Any], args: Sequence[Any]) -> None:
     import torch.distributed as dist
 
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(filters):
+        message, module = (getattr(pattern, "pattern", pattern) or "" for pattern in (message, module))
+        warnings.filterwarnings(action, message, category, module, line)
     result = function(*args)
     (folder / f"rank_{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
     if dist.is_initialized():

@@ -38,8 +38,11 @@ class Recorder(Callback):
 
 
 def make_model_config(folder: Path, *, lr: float = 1e-3, **changes: Any) -> ModelConfig:
-    """A model of a Hugging Face folder, with AdamW at a rate that changes a tiny model visibly."""
-    return ModelConfig(path=str(folder), **{"optim": OptimConfig(lr=lr)} | changes)
+    """A model of a Hugging Face folder, with AdamW at a rate that changes a tiny model visibly.
+
+    AdamW's epsilon keeps it from blowing up the rounding of gradients near zero, which differs between machines.
+    """
+    return ModelConfig(path=str(folder), **{"optim": OptimConfig(lr=lr, eps=1e-5)} | changes)
 
 
 def make_reward(function: str = "even_share", **changes: Any) -> RewardConfig:

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_model_config, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.tiny import ROOT
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig

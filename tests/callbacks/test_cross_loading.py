@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.callbacks.saved_runs import LORA, RANKS, logits_with, run_sft, save_run
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_model_config, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.tiny import write_tiny_folder
+from tests.tolerances import assert_near
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
 
@@ -64,7 +65,7 @@ def test_another_strategy_resumes_the_trainers_checkpoint(run, tiny_folder, chat
     resumed = on_ranks(ranks, run_sft, tiny_folder, chat_file, tmp_path, run.kind, loader, ranks, checkpoint)[0]
 
     base = dict(base_of(tiny_folder).named_parameters())
-    assert_close(resumed, run.weights, rtol=1e-3, atol=1e-5)
+    assert_near(resumed, run.weights)
     assert not torch.allclose(resumed["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
 
 
@@ -115,12 +116,12 @@ def test_peft_loads_the_adapter(lora, tiny_folder):
     loaded = PeftModel.from_pretrained(base_of(tiny_folder), lora.folder / "hf" / "last")
 
     expected = logits_with(base_of(tiny_folder), lora.weights, TOKENS)
-    assert_close(logits_of(loaded), expected, rtol=0, atol=1e-5)
+    assert_near(logits_of(loaded), expected)
     assert not torch.allclose(expected, logits_of(base_of(tiny_folder)), atol=1e-3)
 
 
 def test_transformers_loads_the_adapter_and_the_merged_model(lora, tiny_folder):
     expected = logits_with(base_of(tiny_folder), lora.weights, TOKENS)
 
-    assert_close(logits_of(base_of(lora.folder / "hf" / "last")), expected, rtol=0, atol=1e-5)
+    assert_near(logits_of(base_of(lora.folder / "hf" / "last")), expected)
     assert_close(logits_of(base_of(lora.folder / "merged" / "last")), expected, rtol=0, atol=0)

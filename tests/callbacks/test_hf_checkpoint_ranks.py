@@ -12,8 +12,9 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.processes import on_ranks
 from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
+from tests.tolerances import assert_near
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.export import export
 from verl_lightning.models.config import LoraConfig
@@ -41,7 +42,7 @@ def train(folder: Path, prompts: Path, path: Path, strategy: str, with_lora: boo
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_write_one_model_together(tmp_path, tiny_folder, prompt_file, strategy):
-    weights, others = on_ranks(2, train, tiny_folder, prompt_file, tmp_path, strategy, False, timeout=60)
+    weights, others = on_ranks(2, train, tiny_folder, prompt_file, tmp_path, strategy, False)
 
     for folder, dtype in [("hf", torch.float32), ("bf16", torch.bfloat16)]:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "last", dtype="auto")
@@ -55,13 +56,13 @@ def test_ranks_write_one_model_together(tmp_path, tiny_folder, prompt_file, stra
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_write_one_adapter_together(tmp_path, tiny_folder, prompt_file, strategy):
-    weights, _ = on_ranks(2, train, tiny_folder, prompt_file, tmp_path, strategy, True, timeout=60)
+    weights, _ = on_ranks(2, train, tiny_folder, prompt_file, tmp_path, strategy, True)
 
     base = AutoModelForCausalLM.from_pretrained(tiny_folder)
     merged = PeftModel.from_pretrained(base, tmp_path / "hf" / "last").merge_and_unload()
 
     for name, weight in merged.named_parameters():
-        assert_close(weight.data, weights[name], rtol=0, atol=1e-6)
+        assert_near(weight.data, weights[name])
     export(
         tmp_path / "trainer" / "last.ckpt", tmp_path / "merged", to="merged", config=write_config(tmp_path, tiny_folder)
     )

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
+from tests.processes import on_ranks
 from tests.runs import (
     make_chats,
     make_model_config,
@@ -23,7 +24,6 @@ from tests.runs import (
     make_sft,
     make_trainer,
 )
-from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.callbacks import ProfilerCallback, StepRange, profile_tools
 from verl_lightning.callbacks import profiler as profiler_file
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, timeline_page

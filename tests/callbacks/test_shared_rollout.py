@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.testing import assert_close
 
+from tests.processes import on_ranks
 from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.same_data import SameDataStrategy
 from tests.tiny import write_prompt_file, write_tiny_folder
+from tests.tolerances import assert_near
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -68,8 +69,7 @@ def test_ranks_share_the_sampling_and_learn_what_one_process_learns(folder, num_
     steps, norms, _ = train(folder, 1, num_prompts, "even_share")
     for their_steps, their_norms, asked in on_ranks(2, train, folder, 2, num_prompts, "even_share"):
         assert asked == [part] * 2
-        assert_close(their_steps, steps)
-        assert their_norms == pytest.approx(norms, rel=1e-4)
+        assert_near((their_steps, their_norms), (steps, norms))
 
 
 def test_a_reward_that_differs_by_process_is_the_same_on_all_ranks(folder):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import make_model_config
 from tests.tiny import tiny_tokenizer
+from tests.tolerances import assert_near
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import atomic_folder
@@ -146,7 +147,7 @@ def test_merged_weights_give_the_policys_logits(untied_folder):
 
     merged = load_merged(untied_folder, scorer)
 
-    assert_close(logits_of(merged), logits_of(scorer.backbone), rtol=1e-5, atol=1e-5)
+    assert_near(logits_of(merged), logits_of(scorer.backbone))
 
 
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": r".*\.0\..*q_proj"}])
@@ -156,7 +157,7 @@ def test_peft_loads_the_folder(tmp_path, untied_folder, lora):
 
     loaded = PeftModel.from_pretrained(base_of(untied_folder), tmp_path)
 
-    assert_close(logits_of(loaded), logits_of(scorer.backbone), rtol=0, atol=1e-5)
+    assert_near(logits_of(loaded), logits_of(scorer.backbone))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 8, "CAUSAL_LM")
     assert config["base_model_name_or_path"] == str(untied_folder)

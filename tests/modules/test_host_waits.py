@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 
 from tests.host_waits import HostWaits
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
 from verl_lightning.strategies import STRATEGIES

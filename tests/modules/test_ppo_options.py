@@ -80,7 +80,7 @@ def test_a_correction_scales_the_loss(tiny_folder, prompt_file, tmp_path):
     plain, _ = run(tiny_folder, prompt_file, tmp_path, steps=1, update=update)
     halved, _ = run(tiny_folder, prompt_file, tmp_path, steps=1, update=update, corrections=[HalfWeight()])
 
-    assert halved.steps[0]["actor/grad_norm"] == pytest.approx(plain.steps[0]["actor/grad_norm"] / 2, rel=1e-4)
+    assert halved.steps[0]["actor/grad_norm"] == pytest.approx(plain.steps[0]["actor/grad_norm"] / 2, rel=1e-3)
 
 
 def test_rejecting_all_changes_no_weight_and_hides_no_gap(tiny_folder, prompt_file, tmp_path):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_trainer
 from tests.tiny import write_uneven_chat_file
+from tests.tolerances import assert_near
 from verl_lightning.models.config import OptimConfig
 
 
@@ -74,7 +75,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens(tmp_path, tiny_folder, chat
     labels = batch.input_ids.clone()
     labels[:, 1:][~batch.response_mask] = -100
     expected = model(batch.input_ids, attention_mask=batch.attention_mask.long(), labels=labels).loss
-    assert recorder.column("train/loss") == pytest.approx([expected.item()], rel=1e-5)
+    assert recorder.column("train/loss") == pytest.approx([expected.item()], rel=1e-4)
     assert recorder.column("train/global_tokens") == [float(batch.response_mask.sum())]
 
 
@@ -85,8 +86,7 @@ def test_accumulation_changes_no_gradient(tmp_path, tiny_folder, chats, accumula
     options = {"batch_size": 8 // accumulated, "accumulate_grad_batches": accumulated, "optim": {"max_grad_norm": 0.0}}
     actual, other_watch = fit(tmp_path, tiny_folder, chats, **options)
 
-    assert other_watch.norms == pytest.approx(watch.norms, rel=1e-5)
-    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert_near((other_watch.norms, actual), (watch.norms, expected))
 
 
 def test_an_epochs_last_accumulation_may_be_short(tmp_path, tiny_folder, chats, caplog):
@@ -97,7 +97,7 @@ def test_an_epochs_last_accumulation_may_be_short(tmp_path, tiny_folder, chats, 
     _, single = fit(tmp_path, tiny_folder, chats, limit_train_batches=3, **options)
 
     assert len(watch.norms) == 2
-    assert watch.norms[1] == pytest.approx(single.norms[2], rel=1e-5)
+    assert watch.norms[1] == pytest.approx(single.norms[2], rel=1e-4)
 
 
 def test_an_accumulation_that_is_longer_than_an_epoch_is_warned_of_once(tmp_path, tiny_folder, chats):
@@ -187,7 +187,7 @@ def test_validation_loss_weighs_tokens_not_batches(tmp_path, tiny_folder, chats)
         data = make_chats(chats, chats, batch_size=batch_size)
         (metrics,) = trainer.validate(make_sft(tiny_folder), datamodule=data, verbose=False)
         losses.append(metrics["val/loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_the_learning_rate_schedule_counts_optimizer_steps(tmp_path, tiny_folder, chats):

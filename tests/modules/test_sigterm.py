@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.strategies.host_groups import host_group
 
@@ -25,7 +25,7 @@ class Terminate(Callback):
 
 
 def train(strategy, path, folder, chats):
-    trainer = make_trainer(path, Terminate(), strategy=STRATEGIES[strategy](timeout=60), devices=2, max_steps=5)
+    trainer = make_trainer(path, Terminate(), strategy=STRATEGIES[strategy](), devices=2, max_steps=5)
     with pytest.raises(SIGTERMException):
         trainer.fit(make_sft(folder), make_chats(chats))
     return trainer.global_step, trainer.received_sigterm
@@ -42,12 +42,12 @@ def hosts_of():
     rank = dist.get_rank()
     dist.new_group([0])  # one rank may be in more groups than another, such as the first stage of a pipeline
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups = [host_group(ranks, timeout=10) for ranks in (None, pairs[rank // 2], None)]
+    groups = [host_group(ranks, timeout=600) for ranks in (None, pairs[rank // 2], None)]
     told = [[None] * dist.get_world_size(group) for group in groups]
     for values, group in zip(told, groups, strict=True):
         dist.all_gather_object(values, (rank, os.getpid()), group=group)
     backends = {dist.get_backend(group) for group in groups}
-    is_same = groups[0] is groups[2] is not groups[1] and host_group(groups[1], timeout=10) is groups[1]
+    is_same = groups[0] is groups[2] is not groups[1] and host_group(groups[1], timeout=600) is groups[1]
     return [[each for each, _ in values] for values in told], backends, is_same
 
 

@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.testing import assert_close
 
+from tests.processes import on_ranks
 from tests.runs import Recorder, make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft
 from tests.runs import make_trainer as new_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.tiny import write_uneven_chat_file
+from tests.tolerances import assert_near
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
@@ -153,7 +154,7 @@ def test_ppo_learns_the_same_within_a_budget(packing, critic, tmp_path, tiny_fol
         module = make_ppo(tiny_folder, actor=config, update=update, **parts)
         new_trainer(tmp_path, make_rollout()).fit(module, make_prompts(prompt_file, max_prompt_length=30))
         weights.append(module.state_dict())
-    assert_close(weights[1], weights[0], rtol=1e-3, atol=2e-5)
+    assert_near(weights[1], weights[0])
 
 
 @pytest.fixture
@@ -179,9 +180,8 @@ def fit_sft(path, folder, chats, ranks, strategy, accumulated, budget, packing):
 def test_sft_learns_the_same_within_a_budget(ranks, strategy, accumulated, tmp_path, tiny_folder, chats):
     weights, losses = fit_sft(tmp_path, tiny_folder, chats, 1, "auto", accumulated, None, "never")
     arguments = (tmp_path, tiny_folder, chats, ranks, strategy, accumulated, 45, "always")
-    for actual, other in on_ranks(ranks, fit_sft, *arguments, timeout=60):
-        assert_close(other, losses, rtol=1e-4, atol=0)
-        assert_close(actual, weights, rtol=1e-3, atol=2e-5)
+    for actual, other in on_ranks(ranks, fit_sft, *arguments):
+        assert_near((other, actual), (losses, weights))
 
 
 def test_a_budget_must_hold_the_longest_chat(tmp_path, tiny_folder, chats):

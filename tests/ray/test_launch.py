@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.processes import on_ranks
 from tests.ray.launches import ENDLESS, RUN, finish, last_step, ray_words, start, steps_done_twice, wait_for_step
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.tiny import ROOT
 from verl_lightning.cli import main
 
@@ -54,7 +54,7 @@ def runs(tmp_path_factory, tiny_folder, prompt_file) -> Path:
 def expected(runs) -> list[dict[str, str]]:
     """The metrics of two processes of ddp without Ray."""
     (runs / "ddp").mkdir()
-    on_ranks(2, fit, runs / "ddp", timeout=300)
+    on_ranks(2, fit, runs / "ddp")
     return read_metrics(runs / "ddp/runs/version_0")
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import select
 import signal
+import time
 
 import pytest
 

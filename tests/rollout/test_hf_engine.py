@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
+from tests.tolerances import assert_near
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine, sample_tokens
@@ -100,7 +101,7 @@ def test_log_probs_are_those_of_one_full_forward_pass(tiny_folder, temperature):
 
     expected = full_log_probs(AutoModelForCausalLM.from_pretrained(tiny_folder), rollout)
     assert rollout.temperature == temperature
-    assert_close(rollout.rollout_log_probs, expected, rtol=0, atol=1e-5)
+    assert_near(rollout.rollout_log_probs, expected)
 
 
 def test_responses_end_with_their_end_token(tiny_folder):
@@ -197,7 +198,7 @@ def test_new_weights_are_sampled_from(tiny_folder):
 
     after = engine.generate(make_prompts(), sampling)
     assert responses(after) != responses(before)
-    assert_close(after.rollout_log_probs, full_log_probs(other, after), rtol=0, atol=1e-5)
+    assert_near(after.rollout_log_probs, full_log_probs(other, after))
 
 
 def test_weights_by_other_names_are_errors(tiny_folder):

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from tests.rollout.vllm_parts import PAD, make_prompts
 from tests.runs import Recorder, make_ppo, make_rollout, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from tests.tiny import tiny_tokenizer
+from tests.tolerances import assert_near
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout.base import SamplingConfig
@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_the_whole_conversation(rollout, tiny_folder):
 
     expected = scorer(rollout).log_probs.where(rollout.response_mask, 0.0)
 
-    assert_close(rollout.rollout_log_probs, expected, atol=1e-4, rtol=0)
+    assert_near(rollout.rollout_log_probs, expected)
 
 
 def test_a_turn_is_what_the_engine_says_to_the_same_tokens(engine):

@@ -32,7 +32,7 @@ from tests.runs import (
 )
 from tests.strategies.probes import LengthProbe, measure
 from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
-from verl_lightning.models.config import LoraConfig, OptimConfig
+from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.micro_batches import split_micro_batches
@@ -98,8 +98,8 @@ class Bench:
         return make_chats(self.folder / "chats.jsonl", batch_size=per_rank)
 
     def model(self, **changes: Any) -> Any:
-        """The tiny model, with an epsilon that keeps AdamW from blowing up the rounding of gradients near zero."""
-        return make_model_config(self.folder / "model", optim=OptimConfig(lr=1e-3, eps=1e-5), **changes)
+        """The tiny model."""
+        return make_model_config(self.folder / "model", **changes)
 
     def ppo(self, **changes: Any) -> Any:
         """A PPO module in which micro-batches divide nothing evenly."""

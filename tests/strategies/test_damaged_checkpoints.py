@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.testing import assert_close
 
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.tampering import flip, flips, saved
 from verl_lightning.export import main as export
 from verl_lightning.models.digests import DamagedFileError

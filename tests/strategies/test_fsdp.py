@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing import assert_close
 
+from tests.processes import on_ranks
 from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
+from tests.tolerances import assert_near
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.memory_plan import memory_plan
@@ -94,8 +94,7 @@ def expected(tiny_folder: Path, chat_file: Path, tmp_path_factory: pytest.TempPa
 )
 def test_options_change_no_number(ranks, options, expected, tiny_folder, chat_file, tmp_path):
     for (losses, weights), seen in on_ranks(ranks, train, tiny_folder, chat_file, tmp_path, ranks, options):
-        assert_close(losses, expected[0], rtol=1e-4, atol=0)
-        assert_close(weights, expected[1], rtol=1e-3, atol=1e-6)
+        assert_near((losses, weights), expected)
         assert seen["are_tied"]
         assert seen["are_rounded"]
         assert seen["sharded"] == {True}
@@ -111,7 +110,7 @@ def test_every_second_block_is_recomputed(expected, tiny_folder, chat_file, tmp_
     (losses, _), seen = on_ranks(2, recompute_every_second, tiny_folder, chat_file, tmp_path)[0]
 
     assert seen["recomputed"] == [True, False]
-    assert_close(losses, expected[0], rtol=1e-4, atol=0)
+    assert_near(losses, expected[0])
 
 
 def train_mixed(folder: Path, chats: Path, path: Path, ranks: int, options: dict[str, Any] | None) -> Any:
@@ -126,9 +125,9 @@ def test_mixed_precision_computes_in_bfloat16_on_float32_weights(expected, tiny_
     assert (seen["linear"], seen["block"]) == (torch.bfloat16, torch.float32)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert losses != expected[0]
-    assert_close(losses, expected[0], rtol=1e-2, atol=0)  # three decimal digits of bfloat16
+    assert_near(losses, expected[0], rel=1e-2)  # three decimal digits of bfloat16
     (autocast, _), _ = on_ranks(1, train_mixed, tiny_folder, chat_file, tmp_path / "auto", 1, None)[0]
-    assert_close(losses, autocast, rtol=1e-3, atol=0)
+    assert_near(losses, autocast, rel=3e-3)
 
 
 def uneven(folder: Path, path: Path) -> tuple[list[int], float]:
@@ -168,13 +167,13 @@ def sum_of_log_probs(scores: Any, batch: TokenBatch) -> tuple[Tensor, dict[str, 
 def test_ranks_with_unequal_micro_batches_wait_for_one_another(tiny_folder, tmp_path):
     from verl_lightning.models.scorer import build_scorer
 
-    (first, norm), (second, other_norm) = on_ranks(2, uneven, tiny_folder, tmp_path, timeout=60)
+    (first, norm), (second, other_norm) = on_ranks(2, uneven, tiny_folder, tmp_path)
 
     model = build_scorer(make_model_config(tiny_folder), "policy", trainable=True)
     sum_of_log_probs(model(seven_rows()), seven_rows())[0].backward()
     whole = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     assert (first, second) == ([1], [2, 2, 2])
-    assert_close((norm, other_norm), (float(whole), float(whole)), rtol=1e-5, atol=0)
+    assert_near((norm, other_norm), (float(whole), float(whole)))
 
 
 def fail_to_fit(folder: Path, chats: Path, path: Path, changes: dict[str, Any], config: ModelConfig) -> str:
@@ -204,7 +203,7 @@ def test_every_rank_hears_that_rank_0_cannot_load(tiny_folder, chat_file, tmp_pa
     shutil.copytree(tiny_folder, broken)
     (broken / "model.safetensors").unlink()
     arguments = (broken, chat_file, tmp_path, {"strategy": FSDPStrategy()}, make_model_config(broken))
-    first, second = on_ranks(2, fail_to_fit, *arguments, timeout=60)
+    first, second = on_ranks(2, fail_to_fit, *arguments)
 
     assert "no model could be loaded" in first
     assert "rank 0 could not load" in second

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.testing import assert_close
 
+from tests.processes import on_ranks
 from tests.runs import (
     Recorder,
     make_chats,
@@ -21,7 +22,7 @@ from tests.runs import (
     make_sft,
     make_trainer,
 )
-from tests.strategies.fsdp_ranks import on_ranks
+from tests.tolerances import assert_near
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
@@ -100,8 +101,7 @@ def test_two_ranks_folder_is_resumed_elsewhere(
     arguments = (tiny_folder, chat_file, tmp_path / "whole", "sft", ranks, 3, checkpoint, name)
     resumed = on_ranks(ranks, train, *arguments)[0]
 
-    assert_close(resumed[0], losses[1:], rtol=1e-4, atol=0)
-    assert_close(resumed[1], weights, rtol=1e-3, atol=1e-6)
+    assert_near(resumed, (losses[1:], weights))
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo"], indirect=True)
@@ -111,8 +111,7 @@ def test_one_process_file_is_resumed_by_two_ranks(kind: str, data: Path, tiny_fo
     checkpoint = str(tmp_path / "whole" / "step=1.ckpt")
     resumed = on_ranks(2, train, tiny_folder, data, tmp_path / "whole", kind, 2, 3, checkpoint)[0]
 
-    assert_close(resumed[0], losses[1:], rtol=1e-4, atol=1e-6)
-    assert_close(resumed[1], weights, rtol=1e-3, atol=1e-6)
+    assert_near(resumed, (losses[1:], weights), rel=1e-3)  # PPO's losses are sums that cancel
 
 
 class Killer(dict):
@@ -130,7 +129,7 @@ def save_then_die(path: Path) -> None:
 
 
 def test_kill_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(EOFError):
+    with pytest.raises(AssertionError, match="exit code 1:"):
         on_ranks(1, save_then_die, tmp_path / "last.ckpt")
 
     whole = read_whole(tmp_path / "last.ckpt", weights_only=True)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from tests.models.packed_models import make_backbone
+from tests.processes import on_ranks
 from tests.runs import make_model_config, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.models.attention import VARLEN
 from verl_lightning.models.scorer import TokenScorer, decide_packing
 from verl_lightning.strategies import FSDPStrategy
@@ -35,7 +35,7 @@ def groups(folder: Path, path: Path) -> dict[str, Any]:
 
 
 def test_neighbours_share_sequences_within_a_copy(tiny_folder, tmp_path):
-    found = on_ranks(4, groups, tiny_folder, tmp_path, timeout=60)
+    found = on_ranks(4, groups, tiny_folder, tmp_path)
 
     assert [each["data"] for each in found] == [{"num_replicas": 2, "rank": rank} for rank in (0, 0, 1, 1)]
     assert [each["sequence"] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.processes import on_ranks
 from tests.runs import make_model_config, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from verl_lightning.strategies import FSDPStrategy
 
 MIB = 2**20
@@ -90,5 +90,5 @@ def test_a_folder_that_is_not_whole_is_told_of(
             (broken / file.name).write_bytes(file.read_bytes())
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
 
-    for said, words in zip(on_ranks(2, fail_to_load, broken, tmp_path, timeout=60), expected, strict=True):
+    for said, words in zip(on_ranks(2, fail_to_load, broken, tmp_path), expected, strict=True):
         assert re.search(words, said)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from tests.strategies.fsdp_ranks import on_ranks
+from tests.processes import on_ranks
 from verl_lightning.strategies.base import set_gradient_scale
 from verl_lightning.strategies.local_adamw import LocalAdamW
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.processes import on_ranks
 from tests.runs import make_chats, make_sft, make_trainer
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.tampering import ENTRY_ATTACKS, METADATA_ATTACKS, Command, replace_entry, replace_metadata, saved
 from verl_lightning.callbacks.resume_wandb import saved_callback_state
 from verl_lightning.models.digests import DamagedFileError

@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch import seed_everything
 
 from tests.callbacks.saved_runs import save_run
+from tests.processes import on_ranks
 from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench, write_inputs
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.megatron.switched import run_fsdp
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
@@ -72,7 +72,7 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def fsdp_commands(folder: Path) -> dict[str, Any]:
     """Runs of `verl-fit --strategy fsdp` by task."""
-    results: dict[str, Any] = on_ranks(2, run_fsdp, folder, timeout=300.0)[0]
+    results: dict[str, Any] = on_ranks(2, run_fsdp, folder)[0]
     return results
 
 

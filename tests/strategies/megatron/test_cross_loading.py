@@ -19,9 +19,9 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.callbacks.saved_runs import LORA, STEPS, logits_with, run_sft
+from tests.processes import on_ranks
 from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench
-from tests.strategies.fsdp_ranks import on_ranks
 from tests.strategies.megatron.run_checks import Ending
 from tests.strategies.megatron.sft_checks import scored_batch
 from verl_lightning.export import main as export
