@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from verl_lightning.models.digests import DamagedFileError
-from verl_lightning.strategies.sealed_files import load_values
+from verl_lightning.models.torch_files import load_values
 
 DTYPES = frozenset(
     ("torch", str(kind).removeprefix("torch.")) for kind in vars(torch).values() if isinstance(kind, torch.dtype)

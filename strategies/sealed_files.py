@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import re
 import struct
 import zipfile
 import zlib
@@ -13,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import rank_zero_info
 
 from verl_lightning.models.digests import DamagedFileError, Digest, DigestedFile, digest_of
+from verl_lightning.models.torch_files import load_values
 
 END = b"PK\x05\x06"
 """How a ZIP archive's last record begins, which is followed by the comment alone."""
@@ -25,8 +23,7 @@ END_BYTES = 22
 LENGTH_BYTES = 2  # the end of that record: how long the comment is
 MAX_COMMENT = 2**16 - 1
 
-UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
-"""What torch raises for files that are not its own, or not whole."""
+WAY_OUT = " If a callback of your own stored it, and you trust the file: `--weights_only false`."
 
 
 def write_sealed(
@@ -131,35 +128,5 @@ def load_file(
     """
     if checks and check_sealed(path) is None:
         rank_zero_info(f"`{path}` holds no digests, as older versions wrote it: not all damage to it would be noticed.")
-    return load_values(path, path, weights_only=weights_only is not False, mmap=mmap, map_location=map_location)
-
-
-def load_values(source: Any, path: Path, *, weights_only: bool = True, **options: Any) -> Any:
-    """`torch.load`, whose refusals name the file in one sentence.
-
-    Args:
-        source: What to read.
-        path: The file that it comes from, for messages.
-        weights_only: False reads any object, which may run code.
-        options: More of `torch.load`.
-
-    Raises:
-        DamagedFileError: If it can't be read.
-    """
-    try:
-        return torch.load(source, weights_only=weights_only, **({"map_location": "cpu"} | options))
-    except FileNotFoundError:
-        raise
-    except UNREADABLE as error:
-        raise DamagedFileError(path, reason_of(error)) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Why a file of `torch.save` can't be read, as the rest of a sentence that begins with its name."""
-    text = str(error)
-    if match := re.search(r"(?:GLOBAL|find class|instantiate|set state of|call) `?([\w.<> ']+\w)", text):
-        return (
-            f"holds more than plain values and tensors (`{match[1]}`). What could run code is never read from a"
-            " checkpoint."
-        )
-    return f"can't be read as a file of `torch.save` ({text.strip().splitlines()[0] if text.strip() else repr(error)})."
+    options = {"mmap": mmap, "map_location": map_location, "way_out": WAY_OUT}
+    return load_values(path, path, weights_only=weights_only is not False, **options)

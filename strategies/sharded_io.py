@@ -27,8 +27,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from verl_lightning.models.digests import DamagedFileError, DigestedFile, check_file, crcs_of, digest_of
+from verl_lightning.models.torch_files import load_values
 from verl_lightning.strategies.plain_pickle import plain_entry
-from verl_lightning.strategies.sealed_files import check_sealed, load_values, write_sealed
+from verl_lightning.strategies.sealed_files import check_sealed, write_sealed
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, DATA_SUFFIX, METADATA_FILE, read_metadata
 
 

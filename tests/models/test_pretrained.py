@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.runs import make_model_config
+from tests.strategies.tampering import Command
 from tests.tiny import ROOT
+from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_generation_config, read_tokenizer
 from verl_lightning.models.scorer import build_scorer, build_skeleton
 from verl_lightning.models.streaming import stream_scorer
@@ -26,7 +29,6 @@ READERS = {"from_pretrained", "from_config", "from_hf_pretrained", "LLM"}
 
 NO_READERS = {
     ("verl_lightning/models/pretrained.py", "GenerationConfig.from_pretrained"),  # plain values
-    ("verl_lightning/rollout/vllm.py", "vllm.LLM"),  # in its options, as a test of them says
     ("strategies/megatron/mbridge.py", "AutoBridge.from_config"),  # of a config that was read
 }
 
@@ -119,3 +121,34 @@ def test_every_reader_is_told_not_to_trust_code() -> None:
     ]
     assert len(files) > 100
     assert not trusting
+
+
+def test_weights_run_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "pickled"))
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Command(tmp_path / "proof")}, folder / "pytorch_model.bin")
+    for read in ("model", "stream"):
+        with pytest.raises(DamagedFileError, match=r"^`.*/pytorch_model\.bin` holds more than .* \(`posix\.system`\)"):
+            READS[read](folder)
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("read", ["model", "stream"])
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_half_a_file_of_weights_is_named(tiny_folder: Path, tmp_path: Path, read: str, size: int) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "half"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(DamagedFileError, match=rf"^`{file}` is damaged, or not the whole of a file of weights"):
+        READS[read](folder)
+
+
+@pytest.mark.parametrize("read", ["config", "model", "skeleton", "stream", "vllm"])
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model_type": "unheard_of"}', '{"model_type": 3}'])
+def test_a_config_that_says_nothing_is_told_in_a_sentence(
+    tiny_folder: Path, tmp_path: Path, read: str, content: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "odd"))
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"^`path: {folder}` is no model that transformers knows: [^\n]*$"):
+        READS[read](folder)

@@ -120,7 +120,7 @@ def test_files_outside_of_the_folder_are_not_read(checkpoint: Path, name: str) -
 def test_settings_run_nothing(checkpoint: Path, tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "callbacks": Command(tmp_path / "proof")}, checkpoint / SETTINGS_FILE)
 
-    assert "holds more than plain values and tensors (`posix" in refusals(checkpoint, "meta.pt")[0]
+    assert "holds more than values and tensors (`posix" in refusals(checkpoint, "meta.pt")[0]
     with pytest.raises(DamagedFileError, match=r"meta\.pt"):
         saved_callback_state(checkpoint, "ResumeWandb")
     assert not (tmp_path / "proof").exists()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.models.digests import check_folder
+from verl_lightning.models.digests import DamagedFileError, check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
+from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.weights import is_adapter_name, whole
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
     check_adapter_config(folder, lora)
     if fingerprint is not None:
         check_base(folder, str(backbone.name_or_path), fingerprint)
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+    with open_safetensors(folder / WEIGHTS_FILE) as file:
         weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     ours = {name.removeprefix(PEFT_PREFIX): weight for name, weight in adapter_weights(backbone).items()}
     if wrong := sorted(weights.keys() ^ ours.keys()):
@@ -209,7 +209,7 @@ def check_base(folder: Path, path: str, fingerprint: str) -> None:
     Raises:
         ValueError: If they differ.
     """
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+    with open_safetensors(folder / WEIGHTS_FILE) as file:
         stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
     if stored not in (None, fingerprint):
         raise ValueError(
@@ -233,7 +233,10 @@ def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
         raise ValueError(
             f"{name} has no `{WEIGHTS_FILE}`. Pickled adapters (`.bin`) are not read: convert it with PEFT."
         )
-    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    except ValueError as error:
+        raise DamagedFileError(folder / CONFIG_FILE, f"is damaged: it holds no JSON ({error}).") from error
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{name} holds adapters of type {config.get('peft_type')}, but only LORA can be trained here.")
     if used := [key for key in UNSUPPORTED if config.get(key)]:

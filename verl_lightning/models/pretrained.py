@@ -36,9 +36,19 @@ def read_config(path: str) -> PreTrainedConfig:
     Raises:
         DamagedFileError: If the folder is one of ours, and not as it was written.
         ForeignCodeError: If the model has code of its own.
+        OSError: If there is none.
+        ValueError: If transformers does not know such a model.
     """
     with nothing_executed(path):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ValueError) and asks_for_code(error):
+                raise
+            reason = next(iter(str(error).strip().splitlines()), repr(error))
+            raise ValueError(
+                f"`path: {path}` is no model that transformers knows: its `config.json` can't be read ({reason})."
+            ) from error
     return config
 
 
@@ -84,7 +94,9 @@ def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTra
         DamagedFileError: If the folder is one of ours, and not as it was written.
         ForeignCodeError: If it has code of its own.
         OSError: If there is none.
+        ValueError: If transformers does not know such a model.
     """
+    read_config(path)
     check_weights(path)
     with nothing_executed(path):
         loaded: Any = auto_class.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
@@ -133,9 +145,14 @@ def nothing_executed(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
+        if not asks_for_code(error):
             raise
         raise ForeignCodeError(
             f"`path: {path}` holds code that transformers would have to run (`auto_map` in its configuration). Code"
             " from model repositories is never executed: use a model that transformers has built in."
         ) from error
+
+
+def asks_for_code(error: ValueError) -> bool:
+    """Whether transformers needs code of a repository, by its words: it has no type for that."""
+    return "trust_remote_code" in str(error)

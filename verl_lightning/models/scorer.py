@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from lightning.fabric.utilities import rank_zero_info
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -40,6 +39,8 @@ from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
 from verl_lightning.models.packing import pack
 from verl_lightning.models.pretrained import AutoClass, make_model, read_model
+from verl_lightning.models.torch_files import open_safetensors
+from verl_lightning.models.weight_files import check_readable
 from verl_lightning.types import Scores, TokenBatch
 
 Head = Literal["policy", "value", "policy_and_value"]
@@ -315,7 +316,8 @@ def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
         rank_zero_info(f"The value head starts at zero: `{files[0]}` does not exist.")
         return
     check_folder(file.parent, [file.name])
-    weights = load_file(file)
+    with open_safetensors(file) as stored:
+        weights = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     if {name: weight.shape for name, weight in weights.items()} != {"weight": head.weight.shape}:
         raise ValueError(f"`{file}` is not a value head of `path: {config.path}`: its size is another. Remove it.")
     head.load_state_dict(weights)
@@ -326,9 +328,11 @@ def load_backbone(config: ModelConfig, auto_class: AutoClass) -> PreTrainedModel
     """Load the weights with one of transformers' auto classes.
 
     Raises:
+        DamagedFileError: If a file of it can't be read, or could run code.
         ValueError: If there is no model at ``config.path``, or not a whole one.
     """
     with model_must_be_at(config.path):
+        check_readable(config.path)
         model, missing = read_model(
             auto_class,
             config.path,

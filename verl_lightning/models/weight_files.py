@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verl_lightning.models.hf_folder import layer_of
+from verl_lightning.models.torch_files import load_values, open_safetensors
 
 
 def weight_files(path: str) -> list[Path]:
@@ -107,12 +107,27 @@ def _lazy(place: dict[str, Path]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[dict[str, Any]]:
-    """A file's tensors by name, not read yet."""
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as stored:
-            yield {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
-    else:
-        yield torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    """A file's tensors by name, not read yet.
+
+    Raises:
+        DamagedFileError: If it can't be read, or could run code.
+    """
+    if file.suffix != ".safetensors":
+        yield load_values(file, file, mmap=zipfile.is_zipfile(file))
+        return
+    with open_safetensors(file) as stored:
+        yield {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
+
+
+def check_readable(path: str) -> None:
+    """See that files of weights can be opened, without reading what they hold.
+
+    Raises:
+        DamagedFileError: With the first that can't.
+    """
+    for file in weight_files(path):
+        with _open(file):
+            pass
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class VLLMEngine:
         self._owns_process_group = not dist.is_initialized()
         set_num_threads = torch.set_num_threads
         with isolate_rng():
-            self._llm = vllm.LLM(model=self.config.path, **self._llm_options())
+            self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
         torch.set_num_threads = set_num_threads  # vLLM replaces it on CPUs, for the whole process
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -245,7 +245,6 @@ class VLLMEngine:
         )
         sources = memory | self._weights_options()
         return sources | {
-            "trust_remote_code": False,
             "dtype": self.config.dtype,
             # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tensor_parallel(folder: Path) -> dict[str, Any]:
     """All checks on two ranks that share each layer."""
-    checks = ("resume", "validate", "collectives", "lora", "export", "load_auto")
+    checks = ("resume", "tampered", "validate", "collectives", "lora", "export", "load_auto")
     checks += ("saved_runs", "recomputed_adapters", "loaded_runs", "refusals", "changed_settings")
     results: dict[str, Any] = run("run_checks.py", folder, "--options", '{"tensor_parallel_size": 2}', *checks)
     return results

@@ -39,6 +39,7 @@ from tests.strategies.megatron.sft_checks import (
     saved_runs,
 )
 from tests.strategies.megatron.switched import switched
+from tests.strategies.megatron.tampering_checks import tampered
 from tests.strategies.megatron.training_checks import learn, sft_features
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
@@ -278,7 +279,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         *(resume, reshard, resume_stages, resume_buckets, resume_shifted, export, load_auto, collectives),
         *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals, changed_settings),
-        *(learn, replicas_features, switched),
+        *(learn, replicas_features, switched, tampered),
     )
 }
 

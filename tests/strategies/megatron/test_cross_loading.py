@@ -25,6 +25,7 @@ from tests.strategies.conformance import Bench
 from tests.strategies.megatron.run_checks import Ending
 from tests.strategies.megatron.sft_checks import scored_batch
 from verl_lightning.export import main as export
+from verl_lightning.models.digests import DIGESTS_FILE
 from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
 from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
@@ -173,6 +174,8 @@ def form_of(folder: Path) -> dict[str, Any]:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
                 form[path.name] = {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
                 form["metadata"] = file.metadata()
+        elif path.name == DIGESTS_FILE:
+            form[path.name] = {name: digest["size"] for name, digest in json.loads(path.read_text()).items()}
         elif path.suffix == ".json":
             form[path.name] = json.loads(path.read_text())
         else:
