@@ -16,6 +16,9 @@ from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FIL
 
 Format = Literal["file", "fsdp", "megatron"]
 
+READER_KEY = "folder_reader"
+"""What reads a folder's tensors, beside its other contents while it is loaded."""
+
 MAX_CHECKED_BYTES = 2**36
 """Of a folder that is looked at in place of a damaged one: of a larger one the sizes and small files are compared."""
 
@@ -118,6 +121,17 @@ def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, 
             return as_checkpoint(path, load_file(path, weights_only=weights_only, mmap=True, checks=False))
         settings: dict[str, Any] = load_file(_settings_file(path, kind), weights_only=weights_only)
         return settings
+
+
+def open_folder(path: Path) -> CheckedReader:
+    """The reader of what ranks have written into a folder.
+
+    Raises:
+        DamagedFileError: If its small files are not as they were written; it names the newest whole checkpoint.
+        NoCheckpointError: If there is something else.
+    """
+    with naming_another(path):
+        return CheckedReader(_settings_file(path, format_of(path)))
 
 
 def _settings_file(path: Path, kind: Format) -> Path:

@@ -28,7 +28,13 @@ from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
-from verl_lightning.strategies.checkpoints import naming_another, read_checkpoint, read_settings
+from verl_lightning.strategies.checkpoints import (
+    READER_KEY,
+    naming_another,
+    open_folder,
+    read_checkpoint,
+    read_settings,
+)
 from verl_lightning.strategies.compiled import compile_block
 from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import (
@@ -49,9 +55,6 @@ from verl_lightning.strategies.fsdp_shard import (
 from verl_lightning.strategies.local_adamw import LocalAdamW
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
-
-FOLDER_KEY = "sharded_folder"
-"""Where a sharded checkpoint's tensors lie, beside its other contents while it is loaded."""
 
 
 class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
@@ -306,16 +309,15 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
         if not is_sharded(path):
             return read_checkpoint(path, weights_only=weights_only, mmap=True)
         # Tensors follow once the module has seen that they fit; see `load_model_state_dict`.
-        empty: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], FOLDER_KEY: str(path)}
+        empty: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], READER_KEY: open_folder(path)}
         return read_settings(path, weights_only=weights_only) | empty
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None
-        if FOLDER_KEY in checkpoint:
-            folder = Path(checkpoint[FOLDER_KEY])
-            with naming_another(folder):
-                load_sharded_model(self.model, folder)
+        if (reader := checkpoint.get(READER_KEY)) is not None:
+            with naming_another(reader.folder):
+                load_sharded_model(self.model, reader)
         else:
             load_whole_model(self.model, checkpoint["state_dict"], strict=strict)
 
@@ -323,10 +325,9 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.model is not None
         for index, optimizer in enumerate(self.optimizers):
-            if FOLDER_KEY in checkpoint:
-                folder = Path(checkpoint[FOLDER_KEY])
-                with naming_another(folder):
-                    load_sharded_optimizer(self.model, optimizer, index, folder)
+            if (reader := checkpoint.get(READER_KEY)) is not None:
+                with naming_another(reader.folder):
+                    load_sharded_optimizer(self.model, optimizer, index, reader)
             else:
                 load_whole_optimizer(optimizer, checkpoint["optimizer_states"][index])
 

@@ -90,14 +90,13 @@ def failures_told() -> Iterator[None]:
         raise
 
 
-def load_sharded_model(model: nn.Module, path: Path) -> None:
+def load_sharded_model(model: nn.Module, reader: CheckedReader) -> None:
     """Read this rank's part of each weight in place; frozen weights that no checkpoint holds stay. Collective.
 
     Raises:
         CheckpointException: If a weight in training is missing.
         DamagedFileError: If a file is not as it was written.
     """
-    reader = CheckedReader(path / SETTINGS_FILE)
     stored = reader.read_metadata().state_dict_metadata
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     state = get_model_state_dict(model)
@@ -106,7 +105,7 @@ def load_sharded_model(model: nn.Module, path: Path) -> None:
         load({"state_dict": wanted}, storage_reader=reader)
 
 
-def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, path: Path) -> None:
+def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, reader: CheckedReader) -> None:
     """Read this rank's part of an optimizer's state. Collective.
 
     Raises:
@@ -115,7 +114,7 @@ def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, p
     key = f"optimizer_{index}"
     state = {key: get_optimizer_state_dict(model, optimizer)}
     with failures_told():
-        load(state, storage_reader=CheckedReader(path / SETTINGS_FILE))
+        load(state, storage_reader=reader)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key])
 
 

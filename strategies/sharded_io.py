@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -122,20 +123,47 @@ class CheckedReader(FileSystemReader):
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = self.storage_data[item.storage_index]
-            return info.relative_path, info.offset
-
-        for _, items in itertools.groupby(sorted(plan.items, key=place), place):
-            self._read(list(items), planner)
+        wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            wanted[item.storage_index].append(item)
+        for index, path, content in self._read({index: self.storage_data[index] for index in wanted}):
+            self._hand_over(wanted[index], path, content, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Read one stored item, and hand over what is wanted of it."""
-        info = self.storage_data[items[0].storage_index]
-        path, content = self.folder / info.relative_path, self.read_item(info)
+    def check(self) -> None:
+        """Read all items without keeping them.
+
+        Raises:
+            DamagedFileError: If one is not as it was written.
+        """
+        for _ in self._read(self._metadata.storage_data):
+            pass
+
+    def _read(self, places: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, Path, bytes]]:
+        """Stored items in the order in which they lie in their files, compared with their CRCs."""
+        in_order = sorted(places.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset))
+        for name, pairs in itertools.groupby(in_order, lambda pair: pair[1].relative_path):
+            path = self.folder / name
+            if not path.is_file():
+                raise DamagedFileError(path, "is missing.")
+            with path.open("rb") as file:
+                for index, info in pairs:
+                    yield index, path, self._compared(file, path, info)
+
+    def _compared(self, file: IO[bytes], path: Path, info: Any) -> bytes:
+        file.seek(info.offset)
+        content = file.read(info.length)
+        if len(content) != info.length:
+            raise DamagedFileError(path, "is damaged: it ends before it was written to end.")
+        crcs = getattr(info, CRC_FIELD, None)
+        if (self._is_sealed or crcs is not None) and crcs != crcs_of(content):
+            raise DamagedFileError(path, f"is damaged: the CRC of its bytes from {info.offset} on is wrong.")
+        return content
+
+    def _hand_over(self, items: Sequence[ReadItem], path: Path, content: bytes, planner: LoadPlanner) -> None:
+        """Give the planner what it wants of one stored item."""
         if items[0].type == LoadItemType.BYTE_IO:
             # The planner will unpickle what it gets, whatever that is: let it be our own pickle of plain values.
             value, anew = plain_entry(content, path), io.BytesIO()
@@ -150,38 +178,6 @@ class CheckedReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrowed(tensor, item, path))
             planner.commit_tensor(item, target)
-
-    def read_item(self, info: Any) -> bytes:
-        """One stored item, compared with its CRC.
-
-        Args:
-            info: Where it lies, from the table of contents.
-
-        Raises:
-            DamagedFileError: If it differs, or is not there.
-        """
-        path = self.folder / info.relative_path
-        try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                content: bytes = file.read(info.length)
-        except FileNotFoundError as error:
-            raise DamagedFileError(path, "is missing.") from error
-        if len(content) != info.length:
-            raise DamagedFileError(path, "is damaged: it ends before it was written to end.")
-        crcs = getattr(info, CRC_FIELD, None)
-        if (self._is_sealed or crcs is not None) and crcs != crcs_of(content):
-            raise DamagedFileError(path, f"is damaged: the CRC of its bytes from {info.offset} on is wrong.")
-        return content
-
-    def check(self) -> None:
-        """Read all items without keeping them.
-
-        Raises:
-            DamagedFileError: If one is not as it was written.
-        """
-        for info in self._metadata.storage_data.values():
-            self.read_item(info)
 
 
 def check_small_files(settings: Path) -> bool:

@@ -25,7 +25,7 @@ from verl_lightning.strategies.megatron.portable import MAP_KEY, SETTINGS_FILE, 
 from verl_lightning.strategies.megatron.safe_reads import load_parts
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import gather_weights
-from verl_lightning.strategies.sharded_io import items_digested, write_settings
+from verl_lightning.strategies.sharded_io import CheckedReader, items_digested, write_settings
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -73,19 +73,19 @@ def save_folder(
     dist.barrier()
 
 
-def load_models(path: Path, roles: Roles) -> None:
+def load_models(reader: CheckedReader, roles: Roles) -> None:
     """Read this rank's part of each trained weight. Collective.
 
     Raises:
         DamagedFileError: If a file is not as it was written.
     """
-    loaded = load_parts({role: model_state(role, model) for role, model in roles.items()}, path)
+    loaded = load_parts({role: model_state(role, model) for role, model in roles.items()}, reader)
     for role, model in roles.items():
         for piece, state in zip(model.pieces, loaded[role].values(), strict=True):
             piece.load_state_dict({name.removeprefix(f"{role}."): w for name, w in state.items()}, strict=False)
 
 
-def load_optimizer(path: Path, role: str, model: MegatronScorer, optimizer: MegatronOptimizer) -> None:
+def load_optimizer(reader: CheckedReader, role: str, model: MegatronScorer, optimizer: MegatronOptimizer) -> None:
     """Read this rank's part of an optimizer's state. Collective.
 
     Raises:
@@ -94,7 +94,7 @@ def load_optimizer(path: Path, role: str, model: MegatronScorer, optimizer: Mega
     optimizer.allocate_state()
     key = f"{role}.optimizer"
     state = optimizer_state(role, optimizer, model_state(role, model), is_loading=True)
-    optimizer.load(load_parts({key: state}, path)[key])
+    optimizer.load(load_parts({key: state}, reader)[key])
 
 
 def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:

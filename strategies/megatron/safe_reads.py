@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import check_weights
 from verl_lightning.strategies.fsdp_checkpoint import failures_told
-from verl_lightning.strategies.megatron.portable import SETTINGS_FILE
 from verl_lightning.strategies.sharded_io import CheckedReader, replaced
 
 LOADERS = ("serialization", "strategies.torch")
@@ -21,12 +19,12 @@ LOADERS = ("serialization", "strategies.torch")
 function; by themselves they unpickle whatever they read. `test_tampered_folders_run_nothing` fails where that moves."""
 
 
-def load_parts(states: Any, path: Path) -> dict[str, Any]:
+def load_parts(states: Any, reader: CheckedReader) -> dict[str, Any]:
     """This rank's part of a folder. Collective.
 
     Args:
         states: Megatron's sharded tensors, which say what is wanted.
-        path: The folder.
+        reader: Of the folder.
 
     Raises:
         DamagedFileError: On every rank, if a file that any of them reads is not as it was written.
@@ -36,8 +34,8 @@ def load_parts(states: Any, path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     problem = None
     try:
-        with our_reader(path), failures_told():
-            loaded = dist_checkpointing.load(states, str(path))
+        with reading_by(reader), failures_told():
+            loaded = dist_checkpointing.load(states, str(reader.folder))
     except DamagedFileError as error:
         problem = error
     raise_together(problem)
@@ -73,16 +71,14 @@ def raise_together(problem: DamagedFileError | None) -> None:
 
 
 @contextmanager
-def our_reader(path: Path) -> Iterator[None]:
-    """Within it Megatron-Core reads a folder by a `CheckedReader`.
+def reading_by(reader: CheckedReader) -> Iterator[None]:
+    """Within it Megatron-Core reads a folder by our reader.
 
     Raises:
-        DamagedFileError: If the folder's small files are not as they were written, or there is one that Megatron-Core
-            reads and this package does not write.
+        DamagedFileError: If there is a file that Megatron-Core reads, and this package does not write.
     """
-    if (common := path / "common.pt").exists():
+    if (common := reader.folder / "common.pt").exists():
         raise DamagedFileError(common, "is no part of a checkpoint that `megatron` writes. Delete it.")
-    reader = CheckedReader(path / SETTINGS_FILE)
     with ExitStack() as stack:
         for name in LOADERS:
             module = import_module(f"megatron.core.dist_checkpointing.{name}")

@@ -25,7 +25,7 @@ from verl_lightning.models.size import ModelSize
 from verl_lightning.models.weights import as_type
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
-from verl_lightning.strategies.checkpoints import naming_another, read_checkpoint
+from verl_lightning.strategies.checkpoints import READER_KEY, naming_another, open_folder, read_checkpoint
 from verl_lightning.strategies.megatron.checkpoint import load_models, load_optimizer, load_other, save_folder
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
@@ -40,9 +40,6 @@ from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
 from verl_lightning.strategies.memory import ModelMemory
 from verl_lightning.types import BatchT, Scores, TokenBatch
-
-FOLDER_KEY = "megatron_folder"
-"""Where a checkpoint's tensors lie, beside its other contents while it is loaded."""
 
 LOSS = "megatron/loss"
 """Name under which a micro-batch's loss travels between stages."""
@@ -340,14 +337,13 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
             return read_checkpoint(path, weights_only=weights_only, mmap=True)
         with naming_another(path):
             settings = read_settings(path, weights_only=weights_only)
-        return {**settings, "state_dict": {}, FOLDER_KEY: str(path)}
+        return {**settings, "state_dict": {}, READER_KEY: open_folder(path)}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if FOLDER_KEY in checkpoint:
-            folder = Path(checkpoint[FOLDER_KEY])
-            with naming_another(folder):
-                load_models(folder, self._roles)
+        if (reader := checkpoint.get(READER_KEY)) is not None:
+            with naming_another(reader.folder):
+                load_models(reader, self._roles)
         else:
             load_other(checkpoint["state_dict"], self._roles)
         for optimizer in cast(list[MegatronOptimizer], self.optimizers):
@@ -355,17 +351,16 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if FOLDER_KEY not in checkpoint:
+        if (reader := checkpoint.get(READER_KEY)) is None:
             rank_zero_warn(
                 "`ckpt_path` was written by another strategy: weights, counters and schedules go on, but AdamW starts"
                 " anew, as its state has no form that all strategies share."
             )
             return
         pairs = zip(self._roles.items(), cast(list[MegatronOptimizer], self.optimizers), strict=True)
-        folder = Path(checkpoint[FOLDER_KEY])
-        with naming_another(folder):
+        with naming_another(reader.folder):
             for (role, model), optimizer in pairs:
-                load_optimizer(folder, role, model, optimizer)
+                load_optimizer(reader, role, model, optimizer)
 
     @override
     def teardown(self) -> None:

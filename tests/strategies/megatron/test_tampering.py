@@ -16,6 +16,7 @@ from tests.strategies.tampering import ENTRY_ATTACKS, METADATA_ATTACKS, flip, fl
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError
 from verl_lightning.strategies.checkpoints import is_whole, read_checkpoint
+from verl_lightning.strategies.fsdp_checkpoint import failures_told
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE
 from verl_lightning.strategies.sealed_files import check_sealed
 from verl_lightning.strategies.sharded_io import CheckedReader
@@ -72,15 +73,18 @@ def test_other_strategies_run_no_table_of_contents(checkpoint: Path, tmp_path: P
     assert not (tmp_path / "proof").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("attack", ENTRY_ATTACKS)
 def test_no_entry_runs(checkpoint: Path, tmp_path: Path, attack: str) -> None:
     """Other strategies read none of Megatron's; so the reader itself is asked."""
     replace_entry(checkpoint, SETTINGS_FILE, COMMON, ENTRY_ATTACKS[attack](tmp_path / "proof"))
-    with pytest.raises(DamagedFileError, match=rf"^`{checkpoint}/__9_0\.distcp` "):
-        torch.distributed.checkpoint.load({COMMON: 0}, storage_reader=CheckedReader(checkpoint / SETTINGS_FILE))
+    reader = CheckedReader(checkpoint / SETTINGS_FILE)
+    with pytest.raises(DamagedFileError, match=rf"^`{checkpoint}/__9_0\.distcp` "), failures_told():
+        torch.distributed.checkpoint.load({COMMON: 0}, storage_reader=reader, no_dist=True)
     assert not (tmp_path / "proof").exists()
 
 
+@pytest.mark.filterwarnings("ignore")  # of Megatron's imports
 def test_a_models_own_code_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_lightning.strategies.megatron.mbridge import readable_config
     from verl_lightning.strategies.megatron.provider import make_bridge
