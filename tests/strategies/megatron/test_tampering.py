@@ -17,7 +17,10 @@ from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError
 from verl_lightning.strategies.checkpoints import is_whole, read_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import failures_told
+from verl_lightning.strategies.megatron.mbridge import readable_config
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE
+from verl_lightning.strategies.megatron.provider import make_bridge
+from verl_lightning.strategies.megatron.runtime import import_megatron
 from verl_lightning.strategies.sealed_files import check_sealed
 from verl_lightning.strategies.sharded_io import CheckedReader
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, read_metadata
@@ -85,11 +88,9 @@ def test_no_entry_runs(checkpoint: Path, tmp_path: Path, attack: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Megatron's imports
-def test_a_models_own_code_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_lightning.strategies.megatron.mbridge import readable_config
-    from verl_lightning.strategies.megatron.provider import make_bridge
-
-    model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+def test_a_models_own_code_is_refused(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_megatron()
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}))
     (model / "own.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'proof')!r}).touch()\n")
