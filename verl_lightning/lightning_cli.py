@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 import verl_lightning.data
@@ -31,7 +31,7 @@ from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallb
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
-from verl_lightning.deprecation import renamed_flags
+from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.modules.run_lock import lock_first
@@ -71,6 +71,10 @@ LAST = ("last", "auto")
 MARKETING = ("litlogger", "litmodels")
 
 
+STRATEGY_CLASSES = {strategy.__name__: name for name, strategy in STRATEGIES.items()}
+"""Names by class, as both are said."""
+
+
 class SaveConfig(SaveConfigCallback):
     """Saves all settings in the run's folder, beside its checkpoints, and gives them to each logger.
 
@@ -91,28 +95,45 @@ class SaveConfig(SaveConfigCallback):
         filesystem = get_filesystem(folder)
         filesystem.makedirs(folder, exist_ok=True)
         name = CONFIG_FILE if stage == "fit" else f"config_{TrainerFn(stage).value}.yaml"
-        draft = os.path.join(folder, f".{name}.tmp")
+        draft, path = os.path.join(folder, f".{name}.tmp"), os.path.join(folder, name)
+        is_resumed = self.config.get("ckpt_path") is not None
+        if (
+            not (trainer.loggers or is_resumed)
+            and filesystem.exists(path)
+            and filesystem.cat_file(path).decode() != text
+        ):
+            rank_zero_warn(
+                f"`{path}` is of another run, whose settings these replace: without a logger all runs share a folder."
+                " Give each a `trainer.default_root_dir` of its own."
+            )
         with filesystem.open(draft, "w") as file:
             file.write(text)
-        filesystem.mv(draft, os.path.join(folder, name))  # a kill leaves the settings that were there
+        filesystem.mv(draft, path)  # a kill leaves the settings that were there
 
 
 class CLI(LightningCLI):
-    """Parses a command line, builds its objects, and runs its subcommand.
+    """Parses a command line or settings, builds their objects, and runs a subcommand.
 
     Args:
-        args: Words after the program's name; by default those of this process.
+        args: Words after the program's name, or settings as a configuration file has them; by default the words of this
+            process. Settings of another subcommand than `fit` have its name under ``subcommand``.
+        run: Whether the subcommand is run; without it ``model``, ``datamodule`` and ``trainer`` are ready for it.
     """
 
-    def __init__(self, args: Sequence[str] | None = None) -> None:
-        words = sys.argv[1:] if args is None else list(args)
-        self._command = words[0] if words and words[0] in SUBCOMMANDS else SUBCOMMANDS[0]
+    def __init__(self, args: Sequence[str] | Mapping[str, Any] | Namespace | None = None, *, run: bool = True) -> None:
+        self._runs = run
+        words, settings = sys.argv[1:] if args is None else [], None
+        if isinstance(args, (Mapping, Namespace)):
+            self._command, settings = split_settings(args)
+        else:
+            words = words if args is None else list(args)
+            self._command = words[0] if words and words[0] in SUBCOMMANDS else SUBCOMMANDS[0]
         # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
         set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
         logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")  # Lightning 2.6 with torch 2.13
         super().__init__(
-            args=words,
+            args=words if settings is None else settings,
             parser_class=Parser,
             parser_kwargs={
                 "prog": "verl-fit",
@@ -157,16 +178,15 @@ class CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        try:
-            words = list(renamed_flags(normalize_arguments(args)))
-            self.config = parser.parse_args(words)
-        except (FileNotFoundError, ValueError) as error:
-            parser.error(str(error))
-        settings = self.config[self.config.subcommand]
         reader = self._parser(self._command)
         assert isinstance(reader, Parser)
-        for complaint in reader.find_nulls(settings):
+        words, complaints = self._read(parser, reader, args)
+        settings = self.config[self.config.subcommand]
+        for complaint in (*complaints, *reader.find_nulls(settings)):
             parser.error(complaint)
+        strategy = settings.trainer.strategy
+        if isinstance(strategy, str):
+            settings.trainer.strategy = STRATEGY_CLASSES.get(strategy, strategy)
         check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
         check_strategy_flags(parser, words, settings.trainer.strategy)
         check_name(
@@ -175,18 +195,38 @@ class CLI(LightningCLI):
         check_name(parser, settings, "trainer.profiler", ["simple", "advanced", "pytorch", "xla"])
         check_checkpoint(parser, settings.get("ckpt_path"), self._command)
 
+    def _read(
+        self, parser: LightningArgumentParser, reader: Parser, args: Sequence[str] | dict[str, Any]
+    ) -> tuple[list[str], Iterator[str]]:
+        """Fills ``config``; returns the words of a command line, or complaints about settings that came without one."""
+        try:
+            if isinstance(args, dict):
+                written = renamed_settings(args)
+                self.config = parser.parse_object({"subcommand": self._command, self._command: written})
+                return [], reader.find_stray_groups(written, self.config[self._command])
+            words = list(renamed_flags(normalize_arguments(args)))
+            self.config = parser.parse_args(words)
+        except (FileNotFoundError, ValueError) as error:
+            parser.error(str(error))
+        return words, iter(())
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self._runs:
+            super()._run_subcommand(subcommand)
+
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning's reads the whole checkpoint to let its hyper-parameters win over the settings."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = self._get(self.config_init, "trainer")
-        callbacks = trainer.get("callbacks") or []
+        callbacks = kwargs.pop("callbacks", trainer.get("callbacks")) or []
         own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
         others = callbacks if isinstance(callbacks, list) else [callbacks]
         check_gpu(trainer.accelerator)
         if trainer.strategy in STRATEGIES:
-            kwargs["strategy"] = self._get(self.config_init, trainer.strategy)
+            kwargs.setdefault("strategy", self._get(self.config_init, trainer.strategy))
         register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
         made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -239,6 +279,23 @@ class CLI(LightningCLI):
         begins_run = self._command == "fit" and chosen_version(logger) is None
         if begins_run and found.run is not None and isinstance(logger, ResumableCSVLogger):
             logger.continue_run(version_of(found.run))
+
+
+def split_settings(args: Mapping[str, Any] | Namespace) -> tuple[str, dict[str, Any]]:
+    """The subcommand of settings, and what they say of it.
+
+    Args:
+        args: As a configuration file has them, or with the subcommand and its settings below its name.
+
+    Raises:
+        ValueError: If there is no such subcommand.
+    """
+    settings = dict(args.as_dict() if isinstance(args, Namespace) else args)
+    command = settings.pop("subcommand", SUBCOMMANDS[0])
+    if command not in SUBCOMMANDS:
+        raise ValueError(f"there is no subcommand {command!r}. Choose from {', '.join(SUBCOMMANDS)}.")
+    own = settings.get(command, settings)
+    return command, {key: value for key, value in own.items() if key != "config"}  # files that were read into them
 
 
 def without_switched_off(trainer: Namespace, callbacks: Sequence[Callback]) -> list[Callback]:

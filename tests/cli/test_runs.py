@@ -97,6 +97,7 @@ SLOW = {"wandb"}
     "logger", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LOGGERS]
 )
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+@pytest.mark.filterwarnings("ignore:.*is of another run, whose settings these replace")
 def test_last_is_the_newest_run_that_has_a_checkpoint(run, logger, caplog):
     """Whatever the loggers, and though a run that failed before its first save is newer."""
 
