@@ -60,7 +60,7 @@ def ticks_while_only(pool: RewardPool, hanging: set[int]) -> Callable[[], float]
 
     def monotonic() -> float:
         nonlocal now
-        at_work = {worker.queue[0] for worker in pool._workers if worker.queue}
+        at_work = {worker.queue[0].unit for worker in pool._workers if worker.queue}
         if at_work and at_work <= hanging:
             now = next(seconds)
         return now

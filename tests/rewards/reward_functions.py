@@ -70,6 +70,13 @@ def hang_in_child(sample):
     subprocess.run(["sh", "-c", 'exec 3>"$0"; printf started >&3; sleep 1000', sample.response], check=True)
 
 
+def count_completions(completions, **columns):
+    """How many it gets at once, and the place of each."""
+    if any(message[0]["content"] == "die" for message in completions):
+        os._exit(3)
+    return [{"reward": len(completions), "place": place} for place in range(len(completions))]
+
+
 def start_processes(sample):
     """Leaves a child, one in a session of its own, an orphan and its forked twin, and tells their process ids."""
     nowhere = subprocess.DEVNULL

@@ -56,11 +56,10 @@ def test_components_are_none_where_a_sample_has_none(make_sample, start_pool):
     ("response", "traceback"),
     [
         ("raise", "KeyError: 'absent key'"),
-        ("none", "TypeError: A reward function must return numbers, got `reward` = None"),
-        ("nan", "ValueError: A reward function must return finite numbers, got `reward` = nan"),
+        ("nan", "ValueError: A reward function must return finite numbers of at most 3.4e38, the"),
         ("infinite", "ValueError: A reward function must return finite numbers"),
-        ("text", "TypeError: A reward function must return numbers, got `reward` = '1.0'"),
-        ("no reward key", "ValueError: A reward function's mapping must have the key `reward`, got ['score']"),
+        ("text", "RewardMistakeError: A reward function must return a number or None, got `reward` = '1.0'"),
+        ("no reward key", "RewardMistakeError: A reward function's mapping must have the key `reward`, got ['score']"),
         ("nan component", "got `length` = nan"),
         ("leave", "SystemExit: 0"),
         ("interrupt", "KeyboardInterrupt"),
@@ -78,6 +77,26 @@ def test_failures_are_counted_and_left_out(make_sample, start_pool, response, tr
     assert traceback in results.first_traceback
 
 
+def test_none_is_no_reward_and_no_failure(make_sample, start_pool):
+    pool = start_pool("reward_functions.py:misbehave", max_error_share=0.0)
+
+    results = pool.score([make_sample("none"), make_sample("fine"), make_sample("none")])
+
+    assert results.rewards == [None, 1.0, None]
+    assert (results.num_none, results.num_errors, results.num_unjudged) == (2, 0, 0)
+
+
+def test_a_function_of_lists_gets_the_responses_to_a_prompt(make_sample, start_pool):
+    pool = start_pool("reward_functions.py:count_completions", max_error_share=0.5, num_workers=2)
+    prompts = [[{"role": "user", "content": str(i // 3)}] for i in range(9)]
+
+    results = pool.score([make_sample("die" if i == 4 else str(i), prompt=prompts[i]) for i in range(9)])
+
+    assert results.rewards == [3.0] * 3 + [None] * 3 + [3.0] * 3
+    assert results.components["place"] == [0.0, 1.0, 2.0, None, None, None, 0.0, 1.0, 2.0]
+    assert results.first_traceback == "The worker's process ended (exit code 3) while it scored samples 3 to 5."
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_hanging_samples_are_stopped_and_the_rest_goes_on(make_sample, start_pool, set_clock, num_workers):
     pool = start_pool("reward_functions.py:misbehave", num_workers=num_workers, timeout=0.3, max_error_share=0.5)
@@ -87,13 +106,13 @@ def test_hanging_samples_are_stopped_and_the_rest_goes_on(make_sample, start_poo
 
     assert [i for i, reward in enumerate(results.rewards) if reward is None] == [1, 2]
     assert (results.num_errors, results.num_timeouts) == (0, 2)
-    assert results.first_traceback == "Sample 1 was stopped after 0.3 seconds."
+    assert results.first_traceback == "The worker was stopped after 0.3 seconds of scoring sample 1."
 
 
 def test_time_counts_for_each_sample_by_itself(make_sample, start_pool, set_clock):
     """A worker's share of the batch takes far longer than one sample may: each takes 0.15 seconds."""
     pool = start_pool("reward_functions.py:number", timeout=0.2)
-    set_clock(lambda: 0.15 * next(iter(pool._workers[0].queue), 30))
+    set_clock(lambda: 0.15 * next((held.unit for held in pool._workers[0].queue), 30))
 
     assert pool.score([make_sample("1")] * 30).num_timeouts == 0
 
@@ -172,7 +191,9 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback(make_sample, st
     pool = start_pool("reward_functions.py:misbehave", max_error_share=0.1)
     samples = [make_sample("raise" if i < 2 else "fine") for i in range(10)]
 
-    message = "failed on 2 of 10 samples and ran out of time (`timeout: 30`) on 0"
+    message = (
+        "failed on 2 of 2 samples and ran out of time (`timeout: 30`) on 0, which is more than `max_error_share: 0.1`"
+    )
     with pytest.raises(RuntimeError, match=f"(?s){re.escape(message)}.*in misbehave.*KeyError: 'absent key'"):
         pool.score(samples)
 
@@ -200,7 +221,7 @@ def test_a_run_stops_as_soon_as_too_many_have_failed(make_sample, start_pool):
     ("source", "message"),
     [
         ("import absent_module", "does not import: ModuleNotFoundError: No module named 'absent_module'"),
-        ("import os; os._exit(3)", r"does not import: the worker's process ended \(exit code 3\)"),
+        ("import os; os._exit(3)", r"does not import. The worker's process ended \(exit code 3\) meanwhile"),
     ],
 )
 def test_a_function_that_does_not_import_stops_the_start(tmp_path, start_pool, source, message):

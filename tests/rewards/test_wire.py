@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_lightning.rewards.wire import decode_sample, encode_sample
+from verl_lightning.rewards.wire import decode_samples, encode_samples
 
 
 def test_plain_samples_come_through_unchanged(make_sample):
@@ -20,9 +20,9 @@ def test_plain_samples_come_through_unchanged(make_sample):
         is_truncated=True,
     )
 
-    line = encode_sample(sample)
+    line = encode_samples([sample])
 
-    assert decode_sample(line) == sample
+    assert decode_samples(line) == [sample]
     assert line.count(b"\n") == 1
 
 
@@ -49,7 +49,7 @@ def test_plain_samples_come_through_unchanged(make_sample):
     ],
 )
 def test_values_that_json_lacks_become_plain(make_sample, value, expected):
-    sample = decode_sample(encode_sample(make_sample(ground_truth=value, extra_info={"nested": [value]})))
+    (sample,) = decode_samples(encode_samples([make_sample(ground_truth=value, extra_info={"nested": [value]})]))
 
     assert sample.ground_truth == expected
     assert type(sample.ground_truth) is type(expected)
@@ -58,4 +58,4 @@ def test_values_that_json_lacks_become_plain(make_sample, value, expected):
 
 def test_other_values_are_refused_by_type(make_sample):
     with pytest.raises(TypeError, match="a `PosixPath` can't be written so. Convert it in the data set"):
-        encode_sample(make_sample(extra_info={"file": Path("x")}))
+        encode_samples([make_sample(extra_info={"file": Path("x")})])

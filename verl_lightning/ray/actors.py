@@ -70,12 +70,15 @@ def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
     return [remote.remote(*arguments) for _ in range(demand.count)]
 
 
-def await_actors(actors: Sequence[Any], demand: Demand) -> None:
+def await_actors(actors: Sequence[Any], demand: Demand) -> list[Any]:
     """Waits until all actors say that they are ready; ends them if one can't be.
 
     Args:
         actors: From `start_actors`.
         demand: What they were started for.
+
+    Returns:
+        What each one's ``ready`` returned.
 
     Raises:
         PlacementError: If they are not ready in time.
@@ -86,7 +89,7 @@ def await_actors(actors: Sequence[Any], demand: Demand) -> None:
 
     calls = [actor.ready.options(max_task_retries=_MAX_DEATHS).remote() for actor in actors]
     try:
-        ray.get(calls, timeout=START_SECONDS)
+        return list(ray.get(calls, timeout=START_SECONDS))
     except ray.exceptions.RayError as error:
         stop_actors(actors)
         if isinstance(error, ray.exceptions.RayTaskError):

@@ -1,4 +1,4 @@
-"""Finds a reward function by its name and binds its arguments."""
+"""Finds a reward function by its name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_lightning.rewards.base import RewardFn
+from verl_lightning.rewards.signatures import BoundReward, closest
 
 BUILT_IN_REWARDS = {
     "boxed_format": "verl_lightning.rewards.response_format.boxed_format",
@@ -26,7 +25,7 @@ BUILT_IN_REWARDS = {
 """Import path of each reward function that has a short name."""
 
 
-def load_reward_function(name: str, arguments: Mapping[str, Any]) -> RewardFn:
+def load_reward_function(name: str, arguments: Mapping[str, Any]) -> BoundReward:
     """Imports a reward function and binds its keyword arguments.
 
     Args:
@@ -34,17 +33,13 @@ def load_reward_function(name: str, arguments: Mapping[str, Any]) -> RewardFn:
             ``path/to/file.py:function``.
         arguments: Keyword arguments, bound for every call.
 
-    Returns:
-        The function of the sample alone.
-
     Raises:
-        ValueError: If the function does not import, is no plain function, or does not take these arguments.
+        ValueError: If the function does not import, is no plain function, or can't be called with these arguments.
     """
     function = _find(BUILT_IN_REWARDS.get(name, name))
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"The reward `function: {name}` must be a plain function of the sample, got {function!r}.")
-    _check_arguments(name, function, arguments)
-    return functools.partial(function, **arguments)
+        raise ValueError(f"The reward `function: {name}` must be a plain function, got {function!r}.")
+    return BoundReward(name, function, arguments)
 
 
 def _find(name: str) -> Any:
@@ -55,11 +50,11 @@ def _find(name: str) -> Any:
         path, _, attribute = name.rpartition(".")
         module = _import(name, functools.partial(importlib.import_module, path))
     else:
-        raise ValueError(f"The reward `function: {name}` is unknown.{_closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
+        raise ValueError(f"The reward `function: {name}` is unknown.{closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
     if not hasattr(module, attribute):
         raise ValueError(
             f"The reward `function: {name}` does not import: `{module.__file__}` has no `{attribute}`."
-            f"{_closest(attribute, dir(module))} {_ways_out()}"
+            f"{closest(attribute, dir(module))} {_ways_out()}"
         )
     return getattr(module, attribute)
 
@@ -84,30 +79,6 @@ def _import_file(file: Path) -> ModuleType:
     sys.path.append(str(file.resolve().parent))  # so that it can import its neighbours, as a script can
     spec.loader.exec_module(module)
     return module
-
-
-def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    names = list(parameters)[1:]  # the first one takes the sample
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for argument in arguments:
-        if argument not in names and not takes_any:
-            raise ValueError(
-                f"The reward `function: {name}` takes no argument `{argument}`.{_closest(argument, names)}"
-                f" Its arguments are: {', '.join(names) or 'none'}."
-            )
-    try:
-        inspect.signature(function).bind(None, **arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"The reward `function: {name}` must take a sample and the given `arguments`"
-            f" ({', '.join(arguments) or 'none'}), but: {error}. Its signature is `{inspect.signature(function)}`."
-        ) from error
-
-
-def _closest(name: str, names: Collection[str]) -> str:
-    matches = get_close_matches(name, names, n=1)
-    return f" Did you mean `{matches[0]}`?" if matches else ""
 
 
 def _ways_out() -> str:

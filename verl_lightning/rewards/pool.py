@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl_lightning.faults import RunError
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.process import WorkerProcess, stop_workers
-from verl_lightning.rewards.scoring import RewardResults, ScoringBatch
-from verl_lightning.rewards.wire import encode_line, encode_sample
+from verl_lightning.rewards.scoring import RewardResults, ScoringBatch, units_of
+from verl_lightning.rewards.wire import encode_line
 
 if TYPE_CHECKING:
     from verl_lightning.rewards.ray_pool import RayRewardPool
@@ -78,22 +78,25 @@ def check_failures(config: RewardConfig, results: RewardResults) -> None:
     Raises:
         RunError: If more samples have failed.
     """
-    if results.num_errors + results.num_timeouts <= config.max_error_share * len(results.rewards):
+    num_samples = len(results.rewards)
+    if results.num_errors + results.num_timeouts <= config.max_error_share * num_samples:
         return
     raise RunError(
-        f"The reward `function: {config.function}` failed on {results.num_errors} of {len(results.rewards)} samples"
-        f" and ran out of time (`timeout: {config.timeout:g}`) on {results.num_timeouts}, which is more than"
-        f" `max_error_share: {config.max_error_share:g}` allows. Mend the function, or raise the share to"
-        f" leave such samples out. The first failure:\n{results.first_traceback}"
+        f"The reward `function: {config.function}` failed on {results.num_errors} of"
+        f" {num_samples - results.num_unjudged} samples and ran out of time (`timeout: {config.timeout:g}`) on"
+        f" {results.num_timeouts}, which is more than `max_error_share: {config.max_error_share:g}` allows in a batch"
+        f" of {num_samples}. Mend the function, or raise the share to leave such samples out. The first failure:\n"
+        f"{results.first_traceback}"
     )
 
 
 class RewardPool:
     """Worker processes that share out the samples of each batch.
 
-    A sample whose function raises, returns no finite number, kills its process or takes too long gets no reward: it is
-    counted and left out, never taken for 0. Rewards don't depend on which worker gives them. No worker outlives its
-    parent. Start, score and stop from one thread: Linux takes a worker down with the thread that started it.
+    A sample whose function raises, returns no number that fits, kills its process or takes too long gets no reward: it
+    is counted and left out, never taken for 0. Rewards don't depend on which worker gives them. No worker outlives its
+    parent, nor anything that the worker started. Start, score and stop from one thread: Linux takes a worker down with
+    the thread that started it.
 
     Args:
         config: The function and its limits.
@@ -101,6 +104,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self.is_batched = False  # known once the function is loaded
         self._workers: list[WorkerProcess] = []
 
     def start(self) -> None:
@@ -138,8 +142,8 @@ class RewardPool:
         """
         if not self._workers:
             raise RuntimeError("`RewardPool.score` needs running workers. Call `start` first.")
-        lines = [encode_sample(sample) for sample in samples]
-        batch = ScoringBatch(lines, num_workers=self.config.num_workers)
+        units = units_of(samples, is_batched=self.is_batched)
+        batch = ScoringBatch(units, num_workers=self.config.num_workers)
         for worker in [worker for worker in self._workers if worker.is_dead]:
             self._replace(worker, batch)
         try:
@@ -167,15 +171,16 @@ class RewardPool:
 
     def _share_out(self, batch: ScoringBatch) -> None:
         for worker in self._workers:
-            if worker.is_ready and not worker.queue and (positions := batch.take()):
-                worker.assign(positions, [batch.lines[i] for i in positions], timeout=self.config.timeout)
+            if worker.is_ready and not worker.queue and (units := batch.take()):
+                timeouts = [self.config.timeout * batch.sizes[unit] for unit in units]
+                worker.assign(units, [batch.requests[unit] for unit in units], timeouts=timeouts)
 
     def _advance(self, batch: ScoringBatch) -> None:
         """Waits until a worker has something to say or runs out of time, and deals with it."""
         for worker in self._wait():
             for answer in worker.receive():
                 self._take_answer(worker, answer, batch)
-            if worker.is_at_end:
+            if worker.is_at_end or worker.is_garbled:
                 self._bury(worker, batch)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline < now]:
@@ -195,25 +200,28 @@ class RewardPool:
                 key.data.flush()
         return [key.data for key, event in events if event & selectors.EVENT_READ]
 
-    def _take_answer(self, worker: WorkerProcess, answer: dict[str, Any], batch: ScoringBatch) -> None:
+    def _take_answer(self, worker: WorkerProcess, answer: Any, batch: ScoringBatch) -> None:
+        unit = worker.finish()
         if worker.is_ready:
-            batch.record_answer(worker.queue.popleft(), answer)
+            batch.record_answer(unit, answer)
         elif "failed" in answer:
             error = ValueError(answer["failed"])
             error.add_note(answer["traceback"])
             raise error
         else:
             worker.is_ready = True
+            self.is_batched = answer["is_batched"]
 
     def _bury(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
-        how = worker.kill()
+        garbled = "Something that was no answer came out of the worker's pipe, to which user code must not write,"
+        how = f"The worker's process ended ({worker.kill()})" if worker.is_at_end else garbled
         if not worker.is_ready:
             raise ValueError(
-                f"The reward `function: {self.config.function}` does not import: the worker's process ended ({how})"
-                " meanwhile; what it wrote stands above. Import it in a Python shell to see why."
+                f"The reward `function: {self.config.function}` does not import. {how} meanwhile; what it printed"
+                " stands above. Import it in a Python shell to see why."
             )
         if worker.queue:
-            batch.record_death(worker.queue.popleft(), how)
+            batch.record_loss(worker.finish(), how)
         self._replace(worker, batch)
 
     def _interrupt(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
@@ -222,14 +230,15 @@ class RewardPool:
                 f"The reward `function: {self.config.function}` does not import within {_START_SECONDS:g} seconds."
                 " Import it in a Python shell to see what it waits for."
             )
-        batch.record_timeout(worker.queue.popleft(), self.config.timeout)
+        unit = worker.finish()
+        batch.record_timeout(unit, self.config.timeout * batch.sizes[unit])
         self._replace(worker, batch)
 
     def _replace(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
         worker.kill()
-        batch.put_back(worker.queue)
+        batch.put_back(assignment.unit for assignment in worker.queue if worker.is_ready)
         self._workers[self._workers.index(worker)] = self._spawn()
 
     def _check_failures(self, batch: ScoringBatch) -> None:
-        if batch.num_failures > self.config.max_error_share * len(batch.lines):
+        if batch.num_failures > self.config.max_error_share * batch.num_samples:
             check_failures(self.config, batch.results())

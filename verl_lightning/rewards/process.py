@@ -1,20 +1,38 @@
-"""One reward worker as the pool sees it: a process, two pipes, and the samples it holds."""
+"""One reward worker as the pool sees it: a process, two pipes, and the units of samples it holds."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import secrets
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from verl_lightning.rewards.wire import add_tag, split_tag
 from verl_lightning.supervisor import SupervisedProcess
 
 _STOP_SECONDS = 1.0  # an idle worker leaves at once when its pipe closes, unless user code holds it
+_MAX_LINE = 2**26  # bytes of an answer, far above any that a worker gives
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker was asked."""
+
+    unit: int
+    """Number of the unit of samples in the batch; -1 for the first request, to load the function."""
+
+    timeout: float
+    """Seconds that it may take."""
+
+    tag: bytes = field(default_factory=lambda: secrets.token_hex(8).encode())
+    """What its answer begins with, and nothing else that user code might write into the pipe."""
 
 
 class WorkerProcess:
@@ -39,14 +57,14 @@ class WorkerProcess:
         self._pipes = requests, answers
         self.requests, self.answers = requests.fileno(), answers.fileno()
         os.set_blocking(self.requests, False)
-        self.queue: deque[int] = deque()  # positions of the samples it holds, the one in hand first
+        self.queue: deque[Assignment] = deque()  # what it holds, the one in hand first
         self.is_ready = False
         self.is_at_end = False  # the answers' pipe is closed
-        self._timeout = start_timeout
-        self.deadline = time.monotonic() + start_timeout
+        self.is_garbled = False  # something else than answers came out of it
+        self.deadline = math.inf
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        self._send(first_line)
+        self._assign([Assignment(unit=-1, timeout=start_timeout)], [first_line])
 
     @property
     def has_backlog(self) -> bool:
@@ -58,18 +76,21 @@ class WorkerProcess:
         """True if the process has ended."""
         return self._process.has_ended
 
-    def assign(self, positions: Sequence[int], lines: Sequence[bytes], *, timeout: float) -> None:
-        """Hands over samples; the first one's time starts now.
+    def assign(self, units: Sequence[int], requests: Sequence[bytes], *, timeouts: Sequence[float]) -> None:
+        """Hands over units of samples; the first one's time starts now.
 
         Args:
-            positions: Of the samples in the batch.
-            lines: The same samples, encoded.
-            timeout: For each of them, in seconds.
+            units: Their numbers in the batch.
+            requests: The same, encoded.
+            timeouts: Of each, in seconds.
         """
-        self.queue.extend(positions)
-        self._timeout = timeout
-        self.deadline = time.monotonic() + timeout
-        self._send(b"".join(lines))
+        self._assign([Assignment(unit, timeout) for unit, timeout in zip(units, timeouts, strict=True)], requests)
+
+    def finish(self) -> int:
+        """Takes the unit in hand out of the queue, starts the next one's time, and gives its number."""
+        unit = self.queue.popleft().unit
+        self._start_clock()
+        return unit
 
     def flush(self) -> None:
         """Writes as much of the backlog as the pipe takes."""
@@ -81,20 +102,29 @@ class WorkerProcess:
             except BrokenPipeError:
                 self._outgoing.clear()  # it is dead, and the end of its answers will say so
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Reads the answers that have come, and starts the time of the next sample.
+    def receive(self) -> list[Any]:
+        """Reads the answers that have come.
 
         Returns:
-            The answers in the order of the queue; none if a line is incomplete or the pipe is at its end.
+            In the order of the queue; none if a line is incomplete or the pipe is at its end. They end where something
+            else than the answer to the next request has come.
         """
         received = os.read(self.answers, 1 << 16)
         self.is_at_end = not received
         *lines, rest = (self._incoming + received).split(b"\n")
         self._incoming = bytearray(rest)
-        if lines:
-            is_idle = len(lines) == len(self.queue) or not self.is_ready
-            self.deadline = math.inf if is_idle else time.monotonic() + self._timeout
-        return [json.loads(line) for line in lines]
+        self.is_garbled = len(lines) + bool(rest) > len(self.queue) or len(rest) > _MAX_LINE
+        answers = []
+        for line, assignment in zip(lines, self.queue, strict=False):
+            tag, text = split_tag(bytes(line))
+            try:
+                answers += [json.loads(text)] if tag == assignment.tag else []
+            except (ValueError, RecursionError):  # a thread of the user's wrote in between
+                tag = b""
+            if tag != assignment.tag:
+                self.is_garbled = True
+                break
+        return answers
 
     def begin_stop(self) -> None:
         """Closes the pipe, at which an idle worker leaves; has any other killed."""
@@ -120,9 +150,15 @@ class WorkerProcess:
             pipe.close()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
-    def _send(self, lines: bytes) -> None:
-        self._outgoing += lines
+    def _assign(self, assignments: Sequence[Assignment], requests: Sequence[bytes]) -> None:
+        self.queue.extend(assignments)
+        self._start_clock()
+        for assignment, request in zip(assignments, requests, strict=True):
+            self._outgoing += add_tag(assignment.tag, request)
         self.flush()
+
+    def _start_clock(self) -> None:
+        self.deadline = time.monotonic() + self.queue[0].timeout if self.queue else math.inf
 
 
 def stop_workers(workers: Sequence[WorkerProcess]) -> None:

@@ -11,8 +11,8 @@ from verl_lightning.ray.cluster import Demand
 from verl_lightning.ray.crew import share_out
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures
-from verl_lightning.rewards.scoring import RewardResults
-from verl_lightning.rewards.wire import encode_sample
+from verl_lightning.rewards.scoring import RewardResults, units_of
+from verl_lightning.rewards.wire import encode_samples
 
 _MAX_CHUNK = 16  # samples of one request
 
@@ -31,8 +31,8 @@ class RewardActor:
         self._pool = RewardPool(dataclasses.replace(config, num_workers=1, max_error_share=1.0))
         self._is_ready = False
 
-    def ready(self) -> None:
-        """Starts the process, unless it runs.
+    def ready(self) -> bool:
+        """Starts the process, unless it runs; True if the function judges the responses to a prompt at once.
 
         Raises:
             ValueError: If the function does not import.
@@ -40,6 +40,7 @@ class RewardActor:
         if not self._is_ready:
             self._pool.start()
             self._is_ready = True
+        return self._pool.is_batched
 
     def score(self, samples: Sequence[RewardSample]) -> RewardResults:
         """Scores some samples of a batch."""
@@ -59,6 +60,7 @@ class RayRewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self._is_batched = False  # known once the function is loaded
         self._actors: list[Any] = []
 
     def start(self) -> None:
@@ -73,7 +75,7 @@ class RayRewardPool:
             raise RuntimeError("`RayRewardPool.start` was called twice. Call `stop` in between.")
         demand = Demand(option="reward.num_workers", count=self.config.num_workers, cpus=1.0)
         actors = start_actors(RewardActor, demand, self.config, Home.here())
-        await_actors(actors, demand)
+        self._is_batched = any(await_actors(actors, demand))
         self._actors = actors
 
     def score(self, samples: Sequence[RewardSample]) -> RewardResults:
@@ -93,8 +95,8 @@ class RayRewardPool:
         if not self._actors:
             raise RuntimeError("`RayRewardPool.score` needs running actors. Call `start` first.")
         size = max(1, min(_MAX_CHUNK, len(samples) // (4 * len(self._actors))))
-        chunks = [samples[start : start + size] for start in range(0, len(samples), size)]
-        costs = [float(sum(len(encode_sample(sample)) for sample in chunk)) for chunk in chunks]
+        chunks = join_units(units_of(samples, is_batched=self._is_batched), size=size)
+        costs = [float(len(encode_samples(chunk))) for chunk in chunks]
         parts = share_out(self._actors, costs, lambda actor, index: actor.score.remote(chunks[index]))
         results = merge_results(parts, [len(chunk) for chunk in chunks])
         check_failures(self.config, results)
@@ -104,6 +106,16 @@ class RayRewardPool:
         """Ends the actors. Does nothing if there are none; ``start`` may follow."""
         stop_actors(self._actors)
         self._actors = []
+
+
+def join_units(units: Sequence[Sequence[RewardSample]], *, size: int) -> list[list[RewardSample]]:
+    """Puts units that follow each other together, up to the first with which they are so many samples."""
+    chunks: list[list[RewardSample]] = []
+    for unit in units:
+        if not chunks or len(chunks[-1]) >= size:
+            chunks.append([])
+        chunks[-1] += unit
+    return chunks
 
 
 def merge_results(parts: Sequence[RewardResults], sizes: Sequence[int]) -> RewardResults:
@@ -123,7 +135,11 @@ def merge_results(parts: Sequence[RewardResults], sizes: Sequence[int]) -> Rewar
         components=columns,
         num_errors=sum(part.num_errors for part in parts),
         num_timeouts=sum(part.num_timeouts for part in parts),
+        num_none=sum(part.num_none for part in parts),
+        num_unjudged=sum(part.num_unjudged for part in parts),
         first_traceback=next((part.first_traceback for part in parts if part.first_traceback), None),
+        first_mistake=next((part.first_mistake for part in parts if part.first_mistake), None),
+        unlogged=tuple(dict.fromkeys(name for part in parts for name in part.unlogged)),
     )
 
 

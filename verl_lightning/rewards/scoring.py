@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-_MAX_CHUNK = 16  # samples: enough to hide the pipe's latency behind the cheapest function
+from verl_lightning.rewards.base import RewardSample
+from verl_lightning.rewards.wire import encode_samples
+
+_MAX_CHUNK = 16  # units: enough to hide the pipe's latency behind the cheapest function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,82 +19,136 @@ class RewardResults:
     """The rewards of a batch, in its order."""
 
     rewards: list[float | None]
-    """One reward a sample; None where the function failed or ran out of time: leave such samples out."""
+    """One reward a sample; None where there is none: leave such samples out."""
 
     components: dict[str, list[float | None]]
     """The other numbers of functions that return mappings; None where a sample has none by that name."""
 
-    num_errors: int
-    """Samples whose function raised, returned no finite number, or took its process down."""
+    num_errors: int = 0
+    """Samples whose function raised, returned no number that fits, or took its process down."""
 
-    num_timeouts: int
+    num_timeouts: int = 0
     """Samples whose function ran out of time."""
 
-    first_traceback: str | None
-    """What happened to the first sample without a reward; None if all have one."""
+    num_none: int = 0
+    """Samples whose function returned None: it has no reward for them."""
+
+    num_unjudged: int = 0
+    """Samples that no function has seen, as too many others had failed."""
+
+    first_traceback: str | None = None
+    """What happened to the first sample that failed or ran out of time; None if none has."""
+
+    first_mistake: str | None = None
+    """What happened to the first sample that failed by a fault which no response is to blame for; None if none has."""
+
+    unlogged: tuple[str, ...] = ()
+    """Names of other values that are no numbers."""
+
+
+def units_of(samples: Sequence[RewardSample], *, is_batched: bool) -> list[list[RewardSample]]:
+    """Divides samples into those that one call judges.
+
+    Args:
+        samples: In their order.
+        is_batched: True for a function of lists: a call judges the samples in a row that have the same prompt. Else
+            each has its own.
+    """
+    if not is_batched:
+        return [[sample] for sample in samples]
+    return [list(unit) for _, unit in groupby(samples, lambda sample: sample.prompt)]
 
 
 class ScoringBatch:
     """Keeps who waits, who has an answer and who failed.
 
     Args:
-        lines: The samples, encoded.
-        num_workers: Among which they are shared out.
+        units: The samples, those together that one call judges.
+        num_workers: Among which the units are shared out.
     """
 
-    def __init__(self, lines: Sequence[bytes], *, num_workers: int) -> None:
-        self.lines = lines
+    def __init__(self, units: Sequence[Sequence[RewardSample]], *, num_workers: int) -> None:
+        self.requests = [encode_samples(unit) for unit in units]
+        self.sizes = [len(unit) for unit in units]
+        self.num_samples = sum(self.sizes)
+        self._starts = [sum(self.sizes[:unit]) for unit in range(len(units))]
         self._num_workers = num_workers
-        self._waiting = deque(range(len(lines)))
-        self._answers: dict[int, Mapping[str, Any]] = {}
+        self._waiting = deque(range(len(units)))
+        self._answers: dict[int, Mapping[str, Any]] = {}  # by the sample's position, as the following
         self._errors: dict[int, str] = {}
+        self._mistakes: dict[int, str] = {}
         self._timeouts: dict[int, str] = {}
 
     @property
     def num_failures(self) -> int:
-        """Samples that will have no reward."""
+        """Samples that will have no reward, though their function should have given one."""
         return len(self._errors) + len(self._timeouts)
+
+    @property
+    def num_judged(self) -> int:
+        """Samples with an answer or a failure."""
+        return len(self._answers) + self.num_failures
 
     @property
     def is_done(self) -> bool:
         """True if no sample is without an answer or a failure."""
-        return len(self._answers) + self.num_failures == len(self.lines)
+        return self.num_judged == self.num_samples
 
     def take(self) -> list[int]:
-        """Takes the next samples for one idle worker: fewer as the end nears, so that all end together."""
+        """Takes the next units for one idle worker: fewer as the end nears, so that all end together."""
         fair_share = len(self._waiting) // (2 * self._num_workers)
         num_taken = min(len(self._waiting), max(1, min(fair_share, _MAX_CHUNK)))
         return [self._waiting.popleft() for _ in range(num_taken)]
 
-    def put_back(self, positions: Iterable[int]) -> None:
-        """Returns samples that a lost worker never came to."""
-        self._waiting.extendleft(positions)
+    def put_back(self, units: Iterable[int]) -> None:
+        """Returns units that a lost worker never came to."""
+        self._waiting.extendleft(units)
 
-    def record_answer(self, position: int, answer: Mapping[str, Any]) -> None:
-        """Notes what a worker answered."""
-        if "error" in answer:
+    def record_answer(self, unit: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Notes what a worker answered, sample by sample."""
+        for position, answer in zip(self._positions(unit), answers, strict=True):
+            if "error" not in answer:
+                self._answers[position] = answer
+                continue
             self._errors[position] = answer["error"]
-        else:
-            self._answers[position] = answer
+            if answer["is_mistake"]:
+                self._mistakes[position] = answer["error"]
 
-    def record_death(self, position: int, how: str) -> None:
-        """Notes a sample whose function took its process down."""
-        self._errors[position] = f"The worker's process ended ({how}) while it scored sample {position}."
+    def record_loss(self, unit: int, how: str) -> None:
+        """Notes a unit whose worker was lost over it."""
+        self._errors |= dict.fromkeys(self._positions(unit), f"{how} while it scored {self._name(unit)}.")
 
-    def record_timeout(self, position: int, seconds: float) -> None:
-        """Notes a sample whose function was stopped."""
-        self._timeouts[position] = f"Sample {position} was stopped after {seconds:g} seconds."
+    def record_timeout(self, unit: int, seconds: float) -> None:
+        """Notes a unit whose function was stopped."""
+        what = f"The worker was stopped after {seconds:g} seconds of scoring {self._name(unit)}."
+        self._timeouts |= dict.fromkeys(self._positions(unit), what)
 
     def results(self) -> RewardResults:
         """What has come of the samples so far."""
-        positions = range(len(self.lines))
-        names = dict.fromkeys(name for i in positions if i in self._answers for name in self._answers[i]["components"])
+        positions = range(self.num_samples)
+        answers = [self._answers[i] for i in positions if i in self._answers]
+        names = dict.fromkeys(name for answer in answers for name in answer["components"])
         components = {i: answer["components"] for i, answer in self._answers.items()}
-        failures = self._errors | self._timeouts
+        rewards = [self._answers[i]["reward"] if i in self._answers else None for i in positions]
         return RewardResults(
-            rewards=[self._answers[i]["reward"] if i in self._answers else None for i in positions],
+            rewards=rewards,
             components={name: [components.get(i, {}).get(name) for i in positions] for name in names},
             num_errors=len(self._errors),
             num_timeouts=len(self._timeouts),
-            first_traceback=failures[min(failures)] if failures else None,
+            num_none=sum(answer["reward"] is None for answer in answers),
+            num_unjudged=self.num_samples - self.num_judged,
+            first_traceback=_first(self._errors | self._timeouts),
+            first_mistake=_first(self._mistakes),
+            unlogged=tuple(dict.fromkeys(name for answer in answers for name in answer["unlogged"])),
         )
+
+    def _positions(self, unit: int) -> range:
+        return range(self._starts[unit], self._starts[unit] + self.sizes[unit])
+
+    def _name(self, unit: int) -> str:
+        positions = self._positions(unit)
+        return f"sample {positions[0]}" if len(positions) == 1 else f"samples {positions[0]} to {positions[-1]}"
+
+
+def _first(events: Mapping[int, str]) -> str | None:
+    return events[min(events)] if events else None

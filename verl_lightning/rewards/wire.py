@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -12,31 +13,42 @@ from uuid import UUID
 from verl_lightning.rewards.base import RewardSample
 
 
-def encode_sample(sample: RewardSample) -> bytes:
-    """Writes a sample as one line of JSON.
+def encode_samples(samples: Sequence[RewardSample]) -> bytes:
+    """Writes samples as one line of JSON.
 
     Values that JSON lacks become: arrays and tensors nested lists, sets sorted lists, dates ISO 8601 text, durations
     seconds, bytes base64 text, decimals and UUIDs text. Keys become text.
 
     Args:
-        sample: The sample, as read from the data set.
+        samples: As read from the data set.
 
     Returns:
         ASCII with a line feed at its end and nowhere else.
 
     Raises:
-        TypeError: If a value of another type is in it.
+        TypeError: If a value of another type is in them.
     """
-    return encode_line(vars(sample))
+    return encode_line([vars(sample) for sample in samples])
 
 
-def decode_sample(line: bytes) -> RewardSample:
-    """Reads what ``encode_sample`` wrote; values that JSON lacks stay what they became."""
-    return RewardSample(**json.loads(line))
+def decode_samples(line: bytes) -> list[RewardSample]:
+    """Reads what ``encode_samples`` wrote; values that JSON lacks stay what they became."""
+    return [RewardSample(**fields) for fields in json.loads(line)]
+
+
+def add_tag(tag: bytes, line: bytes) -> bytes:
+    """Marks a line so that it can be told from whatever else comes out of the same pipe."""
+    return tag + b" " + line
+
+
+def split_tag(line: bytes) -> tuple[bytes, bytes]:
+    """The tag and the line that it was added to."""
+    tag, _, rest = line.partition(b" ")
+    return tag, rest
 
 
 def encode_line(value: Any) -> bytes:
-    """Writes any value as one line of JSON, by the rules of ``encode_sample``."""
+    """Writes any value as one line of JSON, by the rules of ``encode_samples``."""
     return _ENCODER.encode(value).encode("ascii") + b"\n"
 
 

@@ -1,74 +1,102 @@
 """A reward worker's process: ``python -m verl_lightning.rewards.worker``, started and spoken to by the pool.
 
-Reads from its stdin one line that names the function, then one line a sample; answers each on its stdout.
+Reads from its stdin one line that names the function, then one line for each call of it; answers each on its stdout,
+with the tag that stands before the line.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-import math
-import numbers
 import os
 import random
+import signal
 import sys
 import traceback
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from verl_lightning.rewards.base import RewardFn
 from verl_lightning.rewards.loading import load_reward_function
-from verl_lightning.rewards.wire import decode_sample, encode_line
+from verl_lightning.rewards.returned import RewardMistakeError
+from verl_lightning.rewards.signatures import BoundReward
+from verl_lightning.rewards.wire import add_tag, decode_samples, encode_line, split_tag
+
+_LOWEST_FD = 200  # of the pipes: user code that closes all files it might have got opens its own below
+_MAX_TRACEBACK = 20_000  # characters
 
 
 def main() -> None:
     """Loads the function, says so, then scores samples until the pool closes the pipe."""
-    requests, answers = take_over_pipes()
-    first_line = requests.readline()
-    if not first_line:
+    pipes = Pipes()
+    for start in pipes.requests():
+        function = load(json.loads(start), pipes)
+        break
+    else:
         return
-    start = json.loads(first_line)
+    folder = os.getcwd()
+    for line in pipes.requests():
+        pipes.answer(score(function, line))
+        undo_changes(folder)
+
+
+class Pipes:
+    """The pool's lines and the answers to them, away from stdin and stdout, which user code may read and write."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._requests, self._answers = _moved(0, "rb"), _moved(1, "wb")
+        self._tag = b""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+
+    def requests(self) -> Iterator[bytes]:
+        """Yields lines without their tags, until the pool closes the pipe."""
+        for line in self._requests:
+            self._tag, request = split_tag(line)
+            yield request
+
+    def answer(self, value: Any) -> None:
+        """Answers the last request; ends the process if it is a fork that user code made and that came back."""
+        if os.getpid() != self._pid:
+            os._exit(1)
+        self._answers.write(add_tag(self._tag, encode_line(value)))
+        self._answers.flush()
+
+
+def load(start: dict[str, Any], pipes: Pipes) -> BoundReward:
+    """The function that the pool names; ends the process if there is none."""
     sys.path.extend(path for path in start["sys_path"] if path not in sys.path)
     try:
         function = load_reward_function(start["function"], start["arguments"])
     except ValueError as error:
-        _answer(answers, {"failed": str(error), "traceback": traceback.format_exc()})
-        return
-    _answer(answers, {"ready": True})
-    for line in requests:
-        _answer(answers, score(function, line))
+        pipes.answer({"failed": str(error), "traceback": _traceback()})
+        sys.exit()
+    pipes.answer({"is_batched": function.is_batched})
+    return function
 
 
-def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Moves the protocol away from stdin and stdout, so that a user's `print` or `input` can't disturb it.
-
-    Returns:
-        Where the pool's lines come from, and where the answers go.
-    """
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return requests, answers
-
-
-def score(function: RewardFn, line: bytes) -> dict[str, Any]:
-    """Scores one sample.
+def score(function: BoundReward, line: bytes) -> list[dict[str, Any]]:
+    """Scores the samples of one call.
 
     Args:
         function: The user's function.
-        line: The sample, as the pool encoded it.
+        line: The samples, as the pool encoded them.
 
     Returns:
-        ``{"reward": float, "components": {name: float}}``, or ``{"error": traceback}``.
+        For each ``{"reward": float or None, "components": {name: float}, "unlogged": [name]}``, or
+        ``{"error": traceback, "is_mistake": bool}``.
     """
     seed_random_state(line)
+    samples = decode_samples(line)
     try:
-        return check_reward(function(decode_sample(line)))
-    except BaseException:  # a user's function may raise anything, `sys.exit` included, and must cost one sample only
-        return {"error": traceback.format_exc()}
+        returned = function.judge(samples)
+    except BaseException as error:  # user code may raise anything, `sys.exit` included, and must cost no other sample
+        return [_failure(error)] * len(samples)
+    return [_checked(function, value) for value in returned]
 
 
 def seed_random_state(line: bytes) -> None:
@@ -79,39 +107,37 @@ def seed_random_state(line: bytes) -> None:
         numpy.random.seed(zlib.crc32(line))
 
 
-def check_reward(returned: Any) -> dict[str, Any]:
-    """Splits what a function returned into the reward and the other numbers.
-
-    Args:
-        returned: A finite number, or a mapping of finite numbers with the key ``reward``.
-
-    Returns:
-        ``{"reward": float, "components": {name: float}}``.
-
-    Raises:
-        TypeError: If it, or one of the mapping's values, is no number.
-        ValueError: If a number is not finite, or the key is missing.
-    """
-    if not isinstance(returned, Mapping):
-        return {"reward": _finite("reward", returned), "components": {}}
-    if "reward" not in returned:
-        raise ValueError(f"A reward function's mapping must have the key `reward`, got {list(returned)}.")
-    components = {str(name): _finite(name, value) for name, value in returned.items() if name != "reward"}
-    return {"reward": _finite("reward", returned["reward"]), "components": components}
+def undo_changes(folder: str) -> None:
+    """Takes back what a call would leave to the next one: an alarm that is set, and another working directory."""
+    signal.alarm(0)
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
-def _finite(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        hint = " Convert it with `float`." if hasattr(value, "__float__") else ""
-        raise TypeError(f"A reward function must return numbers, got `{name}` = {value!r}.{hint}")
-    if not math.isfinite(value):
-        raise ValueError(f"A reward function must return finite numbers, got `{name}` = {value!r}.")
-    return float(value)
+def _moved(fd: int, mode: str) -> BinaryIO:
+    """The same file under another number, which programs that this process starts don't inherit."""
+    return os.fdopen(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LOWEST_FD), mode)  # type: ignore[return-value]
 
 
-def _answer(answers: BinaryIO, answer: dict[str, Any]) -> None:
-    answers.write(encode_line(answer))
-    answers.flush()
+def _checked(function: BoundReward, returned: Any) -> dict[str, Any]:
+    try:
+        return function.check(returned)
+    except BaseException as error:  # of a user's class, whose methods may raise anything
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    # What another response would not change; the last is of a function that takes its sample for something else.
+    is_mistake = isinstance(error, RewardMistakeError | ImportError) or type(error) is NameError
+    return {"error": _traceback(), "is_mistake": is_mistake or "'RewardSample'" in str(error)}
+
+
+def _traceback() -> str:
+    text = traceback.format_exc()
+    if len(text) <= _MAX_TRACEBACK:
+        return text
+    half = _MAX_TRACEBACK // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters) ...\n{text[-half:]}"
 
 
 if __name__ == "__main__":
