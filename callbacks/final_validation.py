@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.json_files import to_json, write_whole
 from verl_lightning.run_folders import shared_run_folder
 
 PREFIX = "final/"
@@ -63,7 +63,8 @@ class FinalValidation(Callback):
             return
         self._path.mkdir(parents=True, exist_ok=True)
         file = self._path / "final_validation.json"
-        file.write_text(json.dumps({"step": self._step, "ended_by": ended_by, "metrics": self._metrics}, indent=2))
+        content = {"step": self._step, "ended_by": ended_by, "metrics": self._metrics}
+        write_whole(file, to_json(content, indent=2))
         for logger in trainer.loggers:
             logger.log_metrics(
                 {PREFIX + name: value for name, value in self._metrics.items()}, step=trainer.global_step

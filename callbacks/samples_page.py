@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_lightning.callbacks.json_files import to_json, write_whole
+
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Samples</title><style>
 body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: #222 }
 header { display: flex; gap: 1rem; align-items: center; flex-wrap: wrap; margin-bottom: 1rem }
@@ -45,28 +47,32 @@ columns.forEach((name) => {
   head.onclick = () => { falling = order === name ? !falling : true; order = name; show(); };
   get("heads").append(head);
 });
+function show_number(value) { return Math.abs(value) < 1e6 ? value.toFixed(3) : value.toPrecision(4); }
 function show() {
   const table = tables[Number(get("table").value)] || { rows: [] };
   const text = get("search").value.toLowerCase(), source = get("source").value;
   const rows = table.rows.filter((row) => (!source || row.data_source === source)
     && (row.prompt + "\\n" + row.response).toLowerCase().includes(text));
-  if (order) rows.sort((a, b) => (a[order] > b[order] ? 1 : a[order] < b[order] ? -1 : 0) * (falling ? -1 : 1));
-  const middle = table.rows.reduce((sum, row) => sum + row.reward, 0) / (table.rows.length || 1);
+  const key = (row) => row[order] ?? (falling ? -Infinity : Infinity);
+  if (order) rows.sort((a, b) => (key(a) > key(b) ? 1 : key(a) < key(b) ? -1 : 0) * (falling ? -1 : 1));
+  const rewards = table.rows.map((row) => row.reward).filter((reward) => typeof reward === "number");
+  const middle = rewards.reduce((sum, reward) => sum + reward / rewards.length, 0);
   get("rows").replaceChildren(...rows.map((row) => {
     const line = document.createElement("tr");
-    line.className = row.reward > middle ? "good" : row.reward < middle ? "bad" : "";
+    const isScored = typeof row.reward === "number";
+    line.className = isScored && row.reward > middle ? "good" : isScored && row.reward < middle ? "bad" : "";
     columns.forEach((name) => {
       const cell = document.createElement("td"), value = row[name];
       const isNumber = typeof value === "number";
       cell.className = isNumber ? "number" : name === "data_source" ? "" : "text";
       const box = document.createElement("div");
-      box.textContent = value === undefined || value === null ? "" : isNumber ? value.toFixed(3) : value;
+      box.textContent = value === undefined || value === null ? "" : isNumber ? show_number(value) : value;
       cell.append(box);
       line.append(cell);
     });
     return line;
   }));
-  get("count").textContent = `${rows.length} of ${table.rows.length} responses, mean reward ${middle.toFixed(3)}`;
+  get("count").textContent = `${rows.length} of ${table.rows.length} responses, mean reward ${show_number(middle)}`;
 }
 ["table", "source", "search"].forEach((id) => { get(id).oninput = show; });
 show();
@@ -84,17 +90,10 @@ def write_page(folder: Path, *, max_tables: int) -> Path:
     files = sorted(folder.glob("*step=*.jsonl"), key=_step)[-max_tables:]
     tables = [{"name": _title(file), "rows": read_table(file)} for file in files]
     # Nothing in a response may end the script that holds it.
-    data = json.dumps(tables, ensure_ascii=False).replace("<", "\\u003c")
+    data = to_json(tables).replace("<", "\\u003c")
     page = folder / "index.html"
     write_whole(page, PAGE.replace("__DATA__", data))
     return page
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that a kill leaves as it was before; a torn table would end each later run in its folder."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def read_table(file: Path) -> Sequence[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from verl_lightning.callbacks.samples_page import write_page, write_whole
+from verl_lightning.callbacks.json_files import to_json, write_whole
+from verl_lightning.callbacks.samples_page import write_page
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.sampling import SamplingModule
@@ -30,8 +30,8 @@ class SamplesTable(Callback):
 
     ``samples/step=N.jsonl`` holds the first responses of a validation, whose prompts are the same every time, so that
     tables can be compared; ``samples/train_step=N.jsonl`` the first ones of a training step on rank 0, with the mean
-    advantage of their tokens; ``samples/index.html`` shows both. Weights & Biases gets the tables too where its logger
-    is used.
+    advantage of their tokens; ``samples/index.html`` shows both. Without a reward, ``reward`` is null. Weights & Biases
+    gets the tables too where its logger is used.
 
     Args:
         num_rows: Responses in a table.
@@ -94,7 +94,7 @@ class SamplesTable(Callback):
         verdict: Verdict = outputs["verdict"]
         prompts = batch["rollout"].prompt_index.tolist()
         room = self.num_rows - len(self._rows)
-        responses = zip(prompts, verdict.responses, verdict.rewards.tolist(), strict=True)
+        responses = zip(prompts, verdict.responses, verdict.known_rewards, strict=True)
         for index, response, reward in islice(responses, room):
             row = batch["rows"][index]
             self._rows.append(
@@ -130,6 +130,7 @@ class SamplesTable(Callback):
             return
         mask = experience.response_mask
         advantages = (experience.advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        rewards = scored.verdict.known_rewards
         table = []
         for index in range(min(self.num_rows, len(scored.rollout))):
             row = None if rows is None else rows[int(scored.rollout.prompt_index[index])]
@@ -139,7 +140,7 @@ class SamplesTable(Callback):
                     "data_source": None if row is None else row["data_source"],
                     "prompt": self._cut(_prompt(module, scored.rollout, index) if row is None else _said(row)),
                     "response": self._cut(scored.verdict.responses[index]),
-                    "reward": float(scored.verdict.rewards[index]),
+                    "reward": rewards[index],
                     "advantage": float(advantages[index]),
                 }
             )
@@ -151,7 +152,7 @@ class SamplesTable(Callback):
             return
         folder = self._path
         folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        lines = "".join(to_json(row) + "\n" for row in rows)
         write_whole(folder / f"{name}.jsonl", lines)
         write_page(folder, max_tables=self.max_tables)
         for logger in trainer.loggers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -41,13 +42,14 @@ def make_pages(folder: Path) -> dict[str, tuple[Path, list[str]]]:
     options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "log_every_n_steps": 1, "max_steps": 4}
     trainer = make_trainer(folder, profiler, make_rollout(), samples, **options)
     trainer.fit(make_ppo(model, kl=KLConfig()), datamodule=make_prompts(prompts, prompts))
-    (folder / "samples/train_step=9.jsonl").write_text(json.dumps(ODD_ROW) + "\n", encoding="utf-8")
+    rows = [ODD_ROW, ODD_ROW | {"reward": math.nan, "advantage": None}]
+    (folder / "samples/train_step=9.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     phases = ["update_actor", "hooks and data", "Step 2:", "Step 3:", 'title="gen:']
     return {
         "timeline": (folder / "profile/timeline_rank=0.html", phases),
         "samples": (
             write_page(folder / "samples", max_tables=50),
-            ["&lt;b&gt;odd&lt;/b&gt;", "1 of 1 responses, mean reward 1.000", "ünïcödé 数学 👍", "step 4, validation"],
+            ["&lt;b&gt;odd&lt;/b&gt;", "2 of 2 responses, mean reward 1.000", "ünïcödé 数学 👍", "step 4, validation"],
         ),
     }
 

@@ -7,7 +7,11 @@ import os
 
 def even_share(sample):
     """Share of the response's characters with an even code; 0 for an empty response."""
-    return sum(ord(character) % 2 == 0 for character in sample.response) / max(1, len(sample.response))
+    return _even_share(sample.response)
+
+
+def _even_share(text):
+    return sum(ord(character) % 2 == 0 for character in text) / max(1, len(text))
 
 
 def starts_even(sample):
@@ -22,11 +26,32 @@ def fails_on_even(sample):
     return even_share(sample)
 
 
+def none_on_even(sample):
+    """Like `even_share`, but has no reward for responses that start with an even code."""
+    return None if starts_even(sample) else even_share(sample)
+
+
 def fails_on_even_rows(sample):
     """Like `even_share`, but fails for every other row of the data."""
     if sample.extra_info["index"] % 2 == 0:
         raise RuntimeError("an even row")
     return even_share(sample)
+
+
+def as_in_trl(prompts, completions, data_source, index, **kwargs):
+    """`even_share` of each, and checks that all are of one row."""
+    assert len(completions) == len(prompts) == len(index)
+    assert len(set(index)) == len(set(data_source)) == 1
+    return [_even_share(completion[0]["content"]) for completion in completions]
+
+
+def as_in_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": _even_share(solution_str), "pred": solution_str}
+
+
+def text(sample):
+    """What is no reward."""
+    return "good"
 
 
 def fails(sample):

@@ -71,7 +71,7 @@ def spread(name: str, values: Tensor, mask: Tensor | None = None) -> dict[str, M
     """
     if values.numel() == 0:
         return {}
-    values = values.detach().float()
+    values = values.detach().double()  # float32 sums of large numbers may overflow
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     count = mask.sum()
     return {

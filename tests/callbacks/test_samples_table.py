@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from tests.callbacks.conftest import EACH_STEP
-from tests.runs import make_chats, make_sft, make_trainer
+from tests.runs import make_chats, make_reward, make_sft, make_trainer
 from verl_lightning.callbacks import SamplesTable
-from verl_lightning.callbacks.samples_page import read_table, write_page, write_whole
+from verl_lightning.callbacks.json_files import write_whole
+from verl_lightning.callbacks.samples_page import read_table, write_page
 
 
 def read(path):
@@ -102,6 +104,28 @@ def test_a_response_cannot_leave_its_script(tmp_path):
 
     assert page.count("</script>") == 2
     assert "<b>" not in page
+
+
+def test_numbers_that_json_lacks_do_not_blank_the_page(tmp_path):
+    """As tables of older versions hold them."""
+    row = {"step": 1, "prompt": "p", "response": "r", "reward": math.nan, "advantage": -math.inf}
+    (tmp_path / "step=1.jsonl").write_text(json.dumps(row) + "\n")
+
+    page = write_page(tmp_path, max_tables=1).read_text()
+
+    assert '"reward": null, "advantage": null' in page
+    assert "NaN" not in page.partition('id="data">')[2].partition("</script>")[0]
+
+
+def test_responses_without_a_reward_have_none_in_the_table(fit, tmp_path):
+    reward = make_reward("none_on_even")
+    fit(SamplesTable(num_rows=16, train_every_n_steps=1), max_steps=1, reward=reward, **EACH_STEP)
+
+    for name in ("train_step=1", "step=1"):
+        rows = read(tmp_path / f"samples/{name}.jsonl")
+        is_even = [bool(row["response"]) and ord(row["response"][0]) % 2 == 0 for row in rows]
+        assert [row["reward"] is None for row in rows] == is_even
+        assert 0 < sum(is_even) < len(rows)
 
 
 def test_a_kill_while_writing_leaves_the_table_before(tmp_path, monkeypatch):

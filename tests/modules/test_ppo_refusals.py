@@ -7,6 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from transformers import AutoTokenizer
 
-from tests.runs import make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.advantages import GAE, GDPO
@@ -136,6 +137,27 @@ def test_a_decay_without_an_end(tmp_path, tiny_folder, prompt_file):
     trainer = make_trainer(tmp_path, make_rollout(), max_steps=-1, max_epochs=1)
     with pytest.raises(ValueError, match=r"`optim\.schedule: cosine` ends at `trainer\.max_steps`.*got -1"):
         trainer.fit(make_ppo(tiny_folder, actor=actor), datamodule=make_prompts(prompt_file))
+
+
+def test_a_reward_that_no_response_makes_right(tmp_path, tiny_folder, prompt_file):
+    module = make_ppo(tiny_folder, reward=make_reward("text"))
+
+    with pytest.raises(ValueError, match=r"(?s)tried on the first row of `sort4`.*a number or None, got .* = 'good'"):
+        make_trainer(tmp_path, make_rollout()).fit(module, datamodule=make_prompts(prompt_file))
+
+    assert module.actor is None  # no model was loaded
+
+
+@pytest.mark.parametrize("function", ["as_in_trl", "as_in_verl"])
+def test_rewards_of_other_libraries(tmp_path, tiny_folder, prompt_file, function):
+    ours, theirs = Recorder(), Recorder()
+    for recorder, name in ((ours, "even_share"), (theirs, function)):
+        seed_everything(0, verbose=False)
+        module = make_ppo(tiny_folder, reward=make_reward(name, max_error_share=0.0))
+        make_trainer(tmp_path, make_rollout(), recorder).fit(module, datamodule=make_prompts(prompt_file))
+
+    assert theirs.column("critic/score/mean") == ours.column("critic/score/mean")
+    assert theirs.column("actor/pg_loss") == ours.column("actor/pg_loss")
 
 
 def test_a_failed_run_leaves_no_reward_worker(tmp_path, tiny_folder, prompt_file):

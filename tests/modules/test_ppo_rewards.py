@@ -104,6 +104,18 @@ def test_responses_without_a_reward_count_in_nothing(run):
     assert not inputs.response_mask[~inputs.is_valid].any()
 
 
+def test_none_is_no_reward(run):
+    """Such responses count in no group, and are no failures."""
+    advantage = WatchedGRPO(normalize_by_std=False)
+    recorder, _ = run(advantage=advantage, reward=make_reward("none_on_even", max_error_share=0.0))
+
+    inputs, last = advantage.seen, recorder.steps[-1]
+    assert 0 < last["reward/none"] == last["train/excluded_sequences"] == float((~inputs.is_valid).sum()) < 16
+    assert (last["reward/errors"], last["reward/timeouts"]) == (0, 0)
+    assert last["critic/score/mean"] == pytest.approx(float(inputs.rewards[inputs.is_valid].mean()))
+    assert not advantage.given.advantages[~inputs.is_valid].any()
+
+
 class WatchedReMax(ReMax):
     """Keeps what it was given."""
 
@@ -112,6 +124,7 @@ class WatchedReMax(ReMax):
         return super().__call__(inputs)
 
 
+@pytest.mark.filterwarnings("ignore:The reward `function")  # on the trial too
 def test_responses_whose_greedy_sibling_failed_are_left_out(run):
     """A baseline of 0 in its place would bias them."""
     advantage = WatchedReMax()

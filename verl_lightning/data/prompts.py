@@ -16,6 +16,8 @@ from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.templates import ChatRenderer, clean_messages
 
+_MAX_SOURCES = 16  # of which rows are shown
+
 
 class PromptBatch(TypedDict):
     """A batch of prompts; a rollout callback adds ``rollout`` to it."""
@@ -151,6 +153,15 @@ class PromptDataModule(TokenizedDataModule):
             kept,
             pad_token_id=tokenizer.pad_token_id,
         )
+
+    def first_rows(self) -> list[dict[str, Any]]:
+        """The first row of each data source, of at most 16 of them; after ``setup``."""
+        found: dict[str, dict[str, Any]] = {}
+        for loader in self._loaders.values():
+            rows = loader.source.rows if isinstance(loader.source, PromptDataset) else []
+            for row in rows:
+                found.setdefault(row["data_source"], row)
+        return list(found.values())[:_MAX_SOURCES]
 
     @override
     def train_batch_size(self, world_size: int) -> int:

@@ -7,6 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
+def to_type_of(values: Float[Tensor, "*shape"], like: Tensor) -> Float[Tensor, "*shape"]:
+    """Rounds numbers to another tensor's type, and those beyond its range to its largest."""
+    limits = torch.finfo(like.dtype)
+    return values.clamp(limits.min, limits.max).to(like.dtype)
+
+
 def masked_sum(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Sum of ``x`` where ``mask`` is True; ``nan`` outside the mask changes nothing.
 
@@ -34,7 +40,7 @@ def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Flo
     Returns:
         The mean, in the unit of ``x``.
     """
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+    return to_type_of(masked_sum(x.double(), mask) / mask.sum().clamp(min=1), x)
 
 
 def masked_variance(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
@@ -52,8 +58,9 @@ def masked_variance(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
         The variance, in the squared unit of ``x``.
     """
     # Mask before the square: its gradient at nan is nan, even if the mask comes after.
-    deviation = torch.where(mask, x, 0.0) - masked_mean(x, mask)
-    return masked_sum(deviation.square(), mask) / (mask.sum() - 1).clamp(min=1)
+    inside = torch.where(mask, x, 0.0).double()
+    deviation = inside - masked_mean(inside, mask)
+    return to_type_of(masked_sum(deviation.square(), mask) / (mask.sum() - 1).clamp(min=1), x)
 
 
 def sequence_sum(x: Float[Tensor, "batch response"], mask: Bool[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
@@ -104,8 +111,8 @@ def standardize(
     Returns:
         Dimensionless values where ``mask`` is True, 0 elsewhere.
     """
-    scale = torch.rsqrt(torch.as_tensor(variance, dtype=x.dtype, device=x.device) + 1e-8)
-    return torch.where(mask, (torch.where(mask, x, 0.0) - mean) * scale, 0.0)
+    scale = torch.rsqrt(torch.as_tensor(variance, dtype=torch.float64, device=x.device) + 1e-8)
+    return to_type_of(torch.where(mask, (torch.where(mask, x, 0.0) - mean) * scale, 0.0), x)
 
 
 def whiten(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -118,6 +125,7 @@ def whiten(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Te
     Returns:
         Dimensionless values where ``mask`` is True, 0 elsewhere.
     """
-    mean = masked_mean(x, mask)
-    standardized = standardize(x, mask, mean=mean, variance=masked_variance(x, mask))
-    return torch.where(mask.sum() > 1, standardized, torch.where(mask, x - mean, 0.0))
+    inside = torch.where(mask, x, 0.0).double()
+    mean = masked_mean(inside, mask)
+    standardized = standardize(inside, mask, mean=mean, variance=masked_variance(inside, mask))
+    return to_type_of(torch.where(mask.sum() > 1, standardized, torch.where(mask, inside - mean, 0.0)), x)

@@ -80,7 +80,8 @@ def explained_variance_moments(
         Number of tokens, then sum and sum of squares of the returns and of what the critic missed; in float64.
     """
     count = response_mask.sum().double()
-    parts = [torch.where(response_mask, part, 0.0).double() for part in (returns, returns - values)]
+    returns = returns.double()
+    parts = [torch.where(response_mask, part, 0.0) for part in (returns, returns - values)]
     return torch.stack([count, *(power for part in parts for power in (part.sum(), part.square().sum()))])
 
 

@@ -229,7 +229,7 @@ def translate_reward(verl: VerlConfig) -> Findings:
     target = "model.init_args.reward.function"
     if verl[path]:
         function = f"{verl[path]}:{verl[name] or 'compute_score'}"
-        note = "write it as a function of one sample: `reward(sample)`, see docs/extending.md"
+        note = "called as verl does, in worker processes: see docs/extending.md"
         yield Setting(key=target, value=function, sources=(path, name) if name in verl.given else (path,), note=note)
         return
     files = str(verl["data.train_files"]).lower()

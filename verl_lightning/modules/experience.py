@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_lightning.functional import correction
 from verl_lightning.functional.advantages.groups import num_groups_without_signal
 from verl_lightning.functional.kl import KL_ESTIMATORS
-from verl_lightning.functional.masking import masked_sum, standardize
+from verl_lightning.functional.masking import masked_sum, standardize, to_type_of
 from verl_lightning.functional.rewards import place_sequence_rewards, subtract_kl
 from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
@@ -217,13 +217,15 @@ class ExperienceMaker:
 
     def _whiten(self, advantages: Tensor, mask: Tensor) -> Float[Tensor, "batch response"]:
         """Whitened over all ranks."""
-        reduce = self.contract.sum_over_data_parallel
+        reduce, like = self.contract.sum_over_data_parallel, advantages
+        advantages = torch.where(mask, advantages, 0.0).double()  # float32 squares and sums may overflow
         count = reduce(mask.sum())
         center = reduce(masked_sum(advantages, mask)) / count.clamp(min=1)
         squares = reduce(masked_sum((advantages - center).square(), mask))
         variance = squares / (count - 1).clamp(min=1)
         centered = torch.where(mask, advantages - center, 0.0)
-        return torch.where(count < 2, centered, standardize(advantages, mask, mean=center, variance=variance))
+        standardized = standardize(advantages, mask, mean=center, variance=variance)
+        return to_type_of(torch.where(count < 2, centered, standardized), like)
 
 
 def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl_lightning.functional.advantages.groups import RELATIVE_NOISE
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, make_pool
+from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warning
 from verl_lightning.types import Rollout
 
+_LARGEST_USEFUL = 1e15  # rewards; the square of what a gradient makes of it still fits into float32
+_ROUNDING = 1e-12  # relative differences below it come from float64's own rounding
 _OWN_COLUMNS = {"prompt", "data_source", "reward_model", "extra_info"}
 
 
@@ -41,6 +48,15 @@ class Verdict:
     num_timeouts: int
     """Responses whose reward function took too long."""
 
+    num_none: int = 0
+    """Responses for which the reward function returned None: it has no reward for them."""
+
+    @property
+    def known_rewards(self) -> list[float | None]:
+        """The rewards as plain numbers; None where there is none."""
+        known = zip(self.rewards.tolist(), self.is_valid.tolist(), strict=True)
+        return [reward if is_valid else None for reward, is_valid in known]
+
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         return replace(
@@ -59,7 +75,8 @@ class Verdict:
 
     def failures(self) -> dict[str, Metric]:
         """How many responses got no reward."""
-        return {"reward/errors": total(float(self.num_errors)), "reward/timeouts": total(float(self.num_timeouts))}
+        counts = {"errors": self.num_errors, "timeouts": self.num_timeouts, "none": self.num_none}
+        return {f"reward/{name}": total(float(count)) for name, count in counts.items()}
 
 
 class Judge:
@@ -71,8 +88,10 @@ class Judge:
     """
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
         self._pool = make_pool(config)
         self._tokenizer = tokenizer
+        self._has_warned = False
 
     def start(self) -> None:
         """Start the workers.
@@ -85,6 +104,23 @@ class Judge:
     def stop(self) -> None:
         """End the workers."""
         self._pool.stop()
+
+    def try_out(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Have the reward function judge made-up responses to each row, and tell what it makes of them.
+
+        Raises:
+            ValueError: If it has a fault that no response is to blame for, such as a wrong signature or return type.
+        """
+        notes: set[str | None] = set()
+        for row in rows:
+            responses = trial_responses((row.get("reward_model") or {}).get("ground_truth"))
+            samples = [make_sample(row, response, is_truncated=False) for response in responses]
+            results = self._pool.score(samples, max_error_share=1.0)
+            if (warning := trial_warning(self._config, row["data_source"], responses, results)) is not None:
+                rank_zero_warn(warning)
+            notes.add(trial_note(self._config, results))
+        for note in sorted(note for note in notes if note is not None):
+            rank_zero_info(note)
 
     def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> Verdict:
         """Score every response.
@@ -102,6 +138,7 @@ class Judge:
                 for row, response, truncated in zip(prompts, responses, is_truncated, strict=True)
             ]
         )
+        self._warn_of_scale(results.rewards, rollout.prompt_index.tolist())
         rewards = _to_tensor(results.rewards, rollout.input_ids.device)
         return Verdict(
             responses=responses,
@@ -110,12 +147,50 @@ class Judge:
             components={name: _to_tensor(values, rewards.device) for name, values in results.components.items()},
             num_errors=results.num_errors,
             num_timeouts=results.num_timeouts,
+            num_none=results.num_none,
         )
+
+    def _warn_of_scale(self, rewards: Sequence[float | None], prompts: Sequence[int]) -> None:
+        """Tell once of rewards whose differences get lost."""
+        if not self._has_warned and (warning := scale_warning(rewards, prompts)) is not None:
+            self._has_warned = True
+            rank_zero_warn(f"The reward `function: {self._config.function}` {warning}")
 
     def _decode(self, rollout: Rollout) -> list[str]:
         pad = self._tokenizer.pad_token_id
         tokens = rollout.response_ids.masked_fill(~rollout.attention_mask[:, -rollout.response_mask.shape[1] :], pad)
         return self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> str | None:
+    """What is wrong with the scale of rewards; None if nothing is.
+
+    Args:
+        rewards: As the function returned them; None where there is none.
+        prompts: Which prompt each response answers.
+    """
+    groups: defaultdict[int, list[float]] = defaultdict(list)
+    for reward, prompt in zip(rewards, prompts, strict=True):
+        if reward is not None:
+            groups[prompt].append(reward)
+    largest = max((abs(reward) for group in groups.values() for reward in group), default=0.0)
+    if largest > _LARGEST_USEFUL:
+        return (
+            f"returned a number as large as {largest:g}. Differences between such rewards get lost, and gradients may"
+            " overflow float32: updates are skipped then. Return numbers nearer to 1."
+        )
+    blurred = [group for group in groups.values() if _ROUNDING < _relative_spread(group) <= RELATIVE_NOISE]
+    if blurred:
+        return (
+            f"returned almost the same for the responses to a prompt, such as {min(blurred[0])!r} and"
+            f" {max(blurred[0])!r}, in {len(blurred)} of {len(groups)} prompts. Rewards that differ by less than a"
+            " millionth count as equal, and nothing is learnt from them. Take off what they have in common."
+        )
+    return None
+
+
+def _relative_spread(rewards: Sequence[float]) -> float:
+    return (max(rewards) - min(rewards)) / max(max(map(abs, rewards)), sys.float_info.min)
 
 
 def make_sample(row: dict[str, Any], response: str, is_truncated: bool) -> RewardSample:

@@ -29,6 +29,14 @@ class RolloutSource(Protocol):
     val_sampling: SamplingConfig
 
 
+@runtime_checkable
+class RowSource(Protocol):
+    """A data module that can show rows before a run begins."""
+
+    def first_rows(self) -> list[dict[str, Any]]:
+        """The first row of each data source."""
+
+
 class SamplingModule(PostTrainingModule):
     """A policy that is judged by its sampled responses.
 
@@ -63,6 +71,7 @@ class SamplingModule(PostTrainingModule):
         self._judge = Judge(self.reward_config, self.tokenizer)
         if self.contract.model_parallel_rank == 0:
             self._judge.start()
+            self._judge.try_out(self._rows_to_try())
 
     @override
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
@@ -136,6 +145,10 @@ class SamplingModule(PostTrainingModule):
             own = contract.gather_over_model_parallel(own and own.to(torch.device("cpu")))[0]
         assert own is not None
         return own.to(rollout.input_ids.device)
+
+    def _rows_to_try(self) -> list[dict[str, Any]]:
+        data = getattr(self.trainer, "datamodule", None)
+        return data.first_rows() if isinstance(data, RowSource) else []
 
     def _evaluate(self, batch: dict[str, Any], loader: int) -> dict[str, Any]:
         rollout = self.rollout_of(batch, "rollout")

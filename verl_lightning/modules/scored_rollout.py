@@ -122,7 +122,9 @@ def _share(parts: Sequence[ScoredRollout], *, rank: int, ranks: int, pad_token_i
     share = join_scored_rollouts(parts, pad_token_id=pad_token_id).groups(own)
     if rank == 0:
         return share
-    return dataclasses.replace(share, verdict=dataclasses.replace(share.verdict, num_errors=0, num_timeouts=0))
+    return dataclasses.replace(
+        share, verdict=dataclasses.replace(share.verdict, num_errors=0, num_timeouts=0, num_none=0)
+    )
 
 
 def _fields(instance: Rollout | Verdict) -> dict[str, Any]:
@@ -144,4 +146,5 @@ def _join_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
         components=components,
         num_errors=sum(verdict.num_errors for verdict in verdicts),
         num_timeouts=sum(verdict.num_timeouts for verdict in verdicts),
+        num_none=sum(verdict.num_none for verdict in verdicts),
     )

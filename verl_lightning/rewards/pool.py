@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import selectors
 import sys
@@ -68,6 +69,11 @@ def make_pool(config: RewardConfig) -> RewardPool | RayRewardPool:
     return RayRewardPool(config)
 
 
+def with_error_share(config: RewardConfig, max_error_share: float | None) -> RewardConfig:
+    """The configuration with another share of failures; the same for None."""
+    return config if max_error_share is None else dataclasses.replace(config, max_error_share=max_error_share)
+
+
 def check_failures(config: RewardConfig, results: RewardResults) -> None:
     """Stops a run whose reward function fails too often.
 
@@ -125,11 +131,12 @@ class RewardPool:
             if not all(worker.is_ready for worker in self._workers):
                 self.stop()
 
-    def score(self, samples: Sequence[RewardSample]) -> RewardResults:
+    def score(self, samples: Sequence[RewardSample], *, max_error_share: float | None = None) -> RewardResults:
         """Scores a batch.
 
         Args:
             samples: Any number, also none.
+            max_error_share: In the place of the configured one.
 
         Returns:
             One reward a sample, in order; None for samples to leave out.
@@ -150,7 +157,7 @@ class RewardPool:
             while not batch.is_done:
                 self._share_out(batch)
                 self._advance(batch)
-                self._check_failures(batch)
+                self._check_failures(batch, max_error_share)
         finally:
             if not batch.is_done:
                 self.stop()
@@ -239,6 +246,7 @@ class RewardPool:
         batch.put_back(assignment.unit for assignment in worker.queue if worker.is_ready)
         self._workers[self._workers.index(worker)] = self._spawn()
 
-    def _check_failures(self, batch: ScoringBatch) -> None:
-        if batch.num_failures > self.config.max_error_share * batch.num_samples:
-            check_failures(self.config, batch.results())
+    def _check_failures(self, batch: ScoringBatch, max_error_share: float | None) -> None:
+        config = with_error_share(self.config, max_error_share)
+        if batch.num_failures > config.max_error_share * batch.num_samples:
+            check_failures(config, batch.results())

@@ -10,7 +10,7 @@ from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_act
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.ray.crew import share_out
 from verl_lightning.rewards.base import RewardSample
-from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures
+from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures, with_error_share
 from verl_lightning.rewards.scoring import RewardResults, units_of
 from verl_lightning.rewards.wire import encode_samples
 
@@ -78,11 +78,12 @@ class RayRewardPool:
         self._is_batched = any(await_actors(actors, demand))
         self._actors = actors
 
-    def score(self, samples: Sequence[RewardSample]) -> RewardResults:
+    def score(self, samples: Sequence[RewardSample], *, max_error_share: float | None = None) -> RewardResults:
         """Scores a batch.
 
         Args:
             samples: Any number, also none.
+            max_error_share: In the place of the configured one.
 
         Returns:
             One reward a sample, in order; None for samples to leave out.
@@ -99,7 +100,7 @@ class RayRewardPool:
         costs = [float(len(encode_samples(chunk))) for chunk in chunks]
         parts = share_out(self._actors, costs, lambda actor, index: actor.score.remote(chunks[index]))
         results = merge_results(parts, [len(chunk) for chunk in chunks])
-        check_failures(self.config, results)
+        check_failures(with_error_share(self.config, max_error_share), results)
         return results
 
     def stop(self) -> None:

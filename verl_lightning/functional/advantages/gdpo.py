@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.grpo import grpo_advantages
+from verl_lightning.functional.masking import to_type_of
 
 
 def gdpo_advantages(
@@ -40,4 +41,5 @@ def gdpo_advantages(
         grpo_advantages(rewards, group_index, valid & rewards.isfinite(), normalize_by_std=True)
         for rewards in reward_components
     ]
-    return (weights.unsqueeze(-1) * torch.stack(parts)).sum(dim=0)
+    weighted = weights.unsqueeze(-1).double() * torch.stack(parts)
+    return to_type_of(weighted.sum(dim=0), reward_components)

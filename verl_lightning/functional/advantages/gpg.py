@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics
+from verl_lightning.functional.masking import to_type_of
 
 
 def gpg_advantages(
@@ -38,6 +39,6 @@ def gpg_advantages(
         https://arxiv.org/abs/2504.02546
     """
     group = group_statistics(rewards, group_index, valid)
-    share = torch.as_tensor(nonzero_reward_share, dtype=rewards.dtype, device=rewards.device)
+    share = torch.as_tensor(nonzero_reward_share, dtype=torch.float64, device=rewards.device)
     advantages = (rewards - group.mean) / torch.where(share > 0, share, 1.0)
-    return torch.where(group.has_signal, advantages, 0.0)
+    return to_type_of(torch.where(group.has_signal, advantages, 0.0), rewards)

@@ -8,12 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-_RELATIVE_NOISE = 1e-6
+RELATIVE_NOISE = 1e-6
 """A group whose rewards differ by less than this share of the largest is constant up to float noise."""
 
 
 class GroupStatistics(NamedTuple):
-    """What each sample's group looks like; every field has one entry per sample."""
+    """What each sample's group looks like; every field has one entry per sample. In float64.
+
+    Squares of float32 numbers overflow above 1.8e19, and sums of them may; those of float64 never do.
+    """
 
     mean: Float[Tensor, " batch"]
     """Mean reward of the sample's group, in units of reward."""
@@ -47,7 +50,7 @@ def group_members(
 def group_sum(
     x: Float[Tensor, " batch"], group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
-    """Sum over the valid samples of each sample's group.
+    """Sum over the valid samples of each sample's group, in float64.
 
     Args:
         x: Of the samples, in any unit. Ignored where not valid.
@@ -58,7 +61,7 @@ def group_sum(
         The sum of each sample's group.
     """
     members, row_of_group = group_members(group_index, valid)
-    return torch.where(members, x, 0.0).sum(dim=-1)[row_of_group]
+    return torch.where(members, x.double(), 0.0).sum(dim=-1)[row_of_group]
 
 
 def group_statistics(
@@ -77,13 +80,14 @@ def group_statistics(
         The statistics of the valid samples of each sample's group.
     """
     members, row_of_group = group_members(group_index, valid)
+    rewards = rewards.double()
     size = members.sum(dim=-1)
     mean = torch.where(members, rewards, 0.0).sum(dim=-1) / size.clamp(min=1)
     squares = torch.where(members, (rewards - mean.unsqueeze(-1)).square(), 0.0).sum(dim=-1)
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     spread = _largest(rewards, members) + _largest(-rewards, members)
     scale = torch.where(members, rewards.abs(), 0.0).amax(dim=-1)
-    has_signal = (size > 1) & (spread > _RELATIVE_NOISE * scale)
+    has_signal = (size > 1) & (spread > RELATIVE_NOISE * scale)
     return GroupStatistics(
         mean=mean[row_of_group],
         std=std[row_of_group],

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics
+from verl_lightning.functional.masking import to_type_of
 
 
 def grpo_advantages(
@@ -41,4 +42,4 @@ def grpo_advantages(
     advantages = rewards - group.mean
     if normalize_by_std:
         advantages = advantages / (group.std + 1e-6)
-    return torch.where(group.has_signal, advantages, 0.0)
+    return to_type_of(torch.where(group.has_signal, advantages, 0.0), rewards)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_members, group_statistics
+from verl_lightning.functional.masking import to_type_of
 
 
 def grpo_passk_advantages(
@@ -39,7 +40,8 @@ def grpo_passk_advantages(
     members, row_of_group = group_members(group_index, valid)
     group = group_statistics(rewards, group_index, valid)
     best_two = torch.where(members, rewards, -torch.inf).topk(min(2, len(rewards)), dim=-1).values[row_of_group]
-    advantages = rewards - best_two[:, -1]
+    advantages = rewards.double() - best_two[:, -1]
     if normalize_by_std:
         advantages = advantages / (group.std + 1e-6)
-    return torch.where(group.has_signal & (rewards == best_two[:, 0]), advantages, 0.0)
+    is_best = group.has_signal & (rewards == best_two[:, 0])
+    return to_type_of(torch.where(is_best, advantages, 0.0), rewards)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics, group_sum
+from verl_lightning.functional.masking import to_type_of
 
 
 def opo_advantages(
@@ -34,7 +35,7 @@ def opo_advantages(
     References:
         Hao et al., *On-Policy RL with Optimal Reward Baseline*, 2025. https://arxiv.org/abs/2505.23585
     """
-    total_length = group_sum(response_lengths.to(rewards.dtype), group_index, valid).clamp(min=1)
-    baseline = group_sum(response_lengths * rewards, group_index, valid) / total_length
+    total_length = group_sum(response_lengths.double(), group_index, valid).clamp(min=1)
+    baseline = group_sum(response_lengths * rewards.double(), group_index, valid) / total_length
     has_signal = group_statistics(rewards, group_index, valid).has_signal
-    return torch.where(has_signal, rewards - baseline, 0.0)
+    return to_type_of(torch.where(has_signal, rewards - baseline, 0.0), rewards)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_members, group_statistics
 from verl_lightning.functional.advantages.returns import discounted_returns
-from verl_lightning.functional.masking import sequence_sum
+from verl_lightning.functional.masking import sequence_sum, to_type_of
 
 
 def optimal_token_baseline_advantages(
@@ -54,9 +54,9 @@ def optimal_token_baseline_advantages(
     members, row_of_group = group_members(group_index, valid)
     exists = _compact(mask.to(weights.dtype), mask)
     baseline = _weighted_means(_compact(returns, mask), _compact(weights, mask), exists, members)
-    advantages = returns - _spread(baseline[row_of_group], mask)
+    advantages = returns.double() - _spread(baseline[row_of_group], mask)
     has_signal = group_statistics(sequence_sum(token_rewards, mask), group_index, valid).has_signal
-    return torch.where(mask & has_signal.unsqueeze(-1), advantages, 0.0)
+    return to_type_of(torch.where(mask & has_signal.unsqueeze(-1), advantages, 0.0), returns)
 
 
 def _weighted_means(
@@ -70,8 +70,8 @@ def _weighted_means(
     table = members.double()
     counts = table @ exists.double()
     totals = table @ (weights * exists).double()
-    means = (table @ (weights * returns * exists).double()) / totals.clamp(min=1e-8)
-    return torch.where(counts > 1, means, 0.0).to(returns.dtype)
+    means = (table @ (weights.double() * returns * exists)) / totals.clamp(min=1e-8)
+    return torch.where(counts > 1, means, 0.0)
 
 
 def _compact(x: Float[Tensor, "batch response"], mask: Bool[Tensor, "batch response"]) -> Tensor:

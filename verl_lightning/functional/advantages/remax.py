@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from verl_lightning.functional.advantages.returns import discounted_returns
+from verl_lightning.functional.masking import to_type_of
 
 
 def remax_advantages(
@@ -32,4 +33,5 @@ def remax_advantages(
         Li et al., *ReMax*, 2023, alg. 2. https://arxiv.org/abs/2310.10505
     """
     rewards_to_go = discounted_returns(token_rewards, response_mask, discount=1.0)
-    return torch.where(response_mask, rewards_to_go - greedy_rewards.unsqueeze(-1), 0.0)
+    advantages = rewards_to_go.double() - greedy_rewards.unsqueeze(-1)
+    return to_type_of(torch.where(response_mask, advantages, 0.0), token_rewards)

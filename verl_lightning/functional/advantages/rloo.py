@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.advantages.groups import group_statistics
+from verl_lightning.functional.masking import to_type_of
 
 
 def rloo_advantages(
@@ -32,4 +33,4 @@ def rloo_advantages(
     """
     group = group_statistics(rewards, group_index, valid)
     advantages = (rewards - group.mean) * group.size / (group.size - 1).clamp(min=1)
-    return torch.where(group.has_signal, advantages, 0.0)
+    return to_type_of(torch.where(group.has_signal, advantages, 0.0), rewards)
