@@ -156,7 +156,6 @@ def test_a_prompt_that_comes_again_in_an_iteration_is_answered_anew(tiny_folder,
     assert all(len(set(responses)) > 8 for responses in seen.responses)
 
 
-@pytest.mark.filterwarnings("ignore:The reward `function")  # on the trial too
 def test_failures_of_all_batches_of_an_iteration_are_counted(tiny_folder, prompt_file, tmp_path):
     """An iteration takes two batches of 16 responses, half of which fail."""
     reward, sampling = make_reward("fails_on_even_rows", max_error_share=1.0), DynamicSamplingConfig(max_batches=2)

@@ -124,7 +124,6 @@ class WatchedReMax(ReMax):
         return super().__call__(inputs)
 
 
-@pytest.mark.filterwarnings("ignore:The reward `function")  # on the trial too
 def test_responses_whose_greedy_sibling_failed_are_left_out(run):
     """A baseline of 0 in its place would bias them."""
     advantage = WatchedReMax()

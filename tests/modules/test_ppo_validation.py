@@ -110,7 +110,6 @@ def test_validation_during_training_is_logged_once_a_round(tmp_path, tiny_folder
     assert len(recorder.validations) == 3
 
 
-@pytest.mark.filterwarnings("ignore:The reward `function")  # on the trial too
 def test_validation_without_a_scored_response_is_an_error(tmp_path, tiny_folder, prompt_file):
     trainer = make_trainer(tmp_path, make_rollout(), limit_val_batches=1)
     module = make_ppo(tiny_folder, reward=make_reward("fails", max_error_share=1.0))

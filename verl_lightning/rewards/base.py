@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+ANY_RESPONSE = "I do not know the answer."
+"""One of the two responses on which a reward function is tried before models are loaded."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
@@ -34,12 +37,13 @@ class RewardSample:
 
 
 class RewardFn(Protocol):
-    """What a user brings to judge responses: any callable of one sample.
+    """What a user brings to judge responses: any callable of one sample, or as ``signatures.py`` says.
 
-    Returns a finite number, or a mapping of such numbers with the key ``reward``; the other keys are logged as metrics.
-    Should it fail, it must raise: the sample is then left out and counted. ``None`` and ``nan`` count as errors too.
+    Returns a finite number, or a mapping with one under the key ``reward``; other numbers in it are logged as metrics.
+    None for a reward means that there is none, and leaves the sample out. Should it fail, it must raise: the sample is
+    then left out and counted as an error, as one with ``nan`` is.
     """
 
-    def __call__(self, sample: RewardSample, /) -> float | Mapping[str, float]:
+    def __call__(self, sample: RewardSample, /) -> float | Mapping[str, Any] | None:
         """Judges one response."""
         ...

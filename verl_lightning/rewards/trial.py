@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl_lightning.rewards.base import ANY_RESPONSE
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rewards.scoring import RewardResults
-
-ANY_RESPONSE = "I do not know the answer."
 
 
 def trial_responses(ground_truth: Any) -> list[str]:
