@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
+from verl_lightning.faults import RunError
 from verl_lightning.run_folders import CHECKPOINTS, run_folder
 
 if sys.platform != "win32":
@@ -27,7 +28,7 @@ HELD = (errno.EACCES, errno.EAGAIN)
 """What a system answers where another process has a lock."""
 
 
-class FolderInUseError(RuntimeError):
+class FolderInUseError(RunError):
     """Another process writes to a folder."""
 
 
