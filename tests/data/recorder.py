@@ -38,6 +38,17 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Counters(Callback):
+    """Keeps epoch, logged step and finished steps of each training step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.seen.append((trainer.current_epoch, logged, trainer.global_step))
+
+
 class Killed(Exception):
     """Stands for a kill: the run ends without any more hook."""
 

@@ -10,8 +10,9 @@ from verl_lightning.data.loader import EvalLoader, TrainLoader
 class Indices:
     """A source whose batch is the list of its rows, duplicates negated."""
 
-    def __init__(self, num_rows):
+    def __init__(self, num_rows, fingerprint=""):
         self.num_rows = num_rows
+        self.fingerprint = fingerprint
 
     def __len__(self):
         return self.num_rows
@@ -20,9 +21,9 @@ class Indices:
         return [-index if duplicate else index for index, duplicate in zip(indices, is_duplicate, strict=True)]
 
 
-def train_loader(num_rows=10, *, batch_size=2, rank=0, world_size=1, shuffle=True, seed=0, limit_batches=1.0):
+def train_loader(num_rows=10, *, batch_size=2, rank=0, world_size=1, shuffle=True, seed=0, limit_batches=1.0, rows=""):
     return TrainLoader(
-        Indices(num_rows),
+        Indices(num_rows, rows),
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
@@ -129,6 +130,67 @@ def test_other_data_than_in_the_checkpoint_starts_the_epoch_again():
         loader.load_state_dict(saved.state_dict())
 
     assert list(loader) == list(train_loader(10))
+
+
+CHANGES = {
+    "rows": ({"rows": "other"}, r"as many rows of training data as there are now, 20, but with others \(their digests"),
+    "seed": (
+        {"seed": 1},
+        "were shuffled by the seed 0 when .*, and are shuffled by the seed 1 now",
+    ),
+    "shuffle": ({"shuffle": False}, "were shuffled by the seed 0 when .*, and are not shuffled now"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
+def test_other_rows_or_another_order_start_the_epoch_again(change, told):
+    """As many rows as before: their number says nothing."""
+    saved = train_loader(20, rows="these")
+    next(iter(saved))
+    loader = train_loader(20, **{"rows": "these"} | change)
+
+    with pytest.warns(UserWarning, match=f"{told}.* so the epoch begins again"):
+        loader.load_state_dict(saved.state_dict())
+
+    assert list(loader) == list(train_loader(20, **change))
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
+def test_after_an_epoch_the_next_one_begins_with_what_there_is(change, told):
+    saved = train_loader(20, rows="these")
+    list(saved)
+    loader, expected = train_loader(20, **change), train_loader(20, **change)
+    list(expected)
+
+    with pytest.warns(UserWarning, match=f"{told}.* The next epoch begins"):
+        loader.load_state_dict(saved.state_dict())
+
+    assert list(loader) == list(expected)
+
+
+def test_a_state_of_an_older_version_goes_on():
+    saved = train_loader(20, rows="these")
+    read = [next(iter(saved))]
+    loader = train_loader(20, rows="these")
+    loader.load_state_dict({name: saved.state_dict()[name] for name in ("epoch", "position", "num_rows")})
+
+    assert read + list(loader) == list(train_loader(20))
+
+
+@pytest.mark.parametrize("num_read", [1, 2, 3])
+def test_another_batch_size_goes_on_with_the_rows_that_are_left(num_read):
+    """12 rows in batches of 3, then of 4; after 9 there is too little for one."""
+    saved = train_loader(12, batch_size=3, shuffle=False)
+    for _, _ in zip(range(num_read), saved, strict=False):
+        pass
+    loader = train_loader(12, batch_size=4, shuffle=False)
+
+    told = "goes on after the" if num_read < 3 else "Fewer are left, so the next epoch begins"
+    with pytest.warns(UserWarning, match=f"had 3 rows when the checkpoint was saved, and has 4 now. .*{told}"):
+        loader.load_state_dict(saved.state_dict())
+
+    rest = list(range(3 * num_read, 12)) if num_read < 3 else list(range(12))
+    assert list(loader) == [rest[begin : begin + 4] for begin in range(0, len(rest) // 4 * 4, 4)]
 
 
 def test_refuses_fewer_rows_than_a_step_takes():

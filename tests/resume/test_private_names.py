@@ -43,3 +43,15 @@ def test_file_loggers_private_names_are_still_there(tmp_path):
     for kind in (CSVLogger, TensorBoardLogger):
         assert kind(tmp_path)._version is None
         assert kind(tmp_path, version=3)._version == 3
+
+
+def test_the_loops_state_has_the_names_that_are_rewritten():
+    """`ResumeEpoch` counts on in it."""
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    state = trainer.fit_loop.state_dict()
+    counts = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+    assert state["epoch_progress"] == {"total": counts, "current": counts}
+    assert state["epoch_loop.batch_progress"] == {"total": counts, "current": counts, "is_last_batch": False}
+    assert state["epoch_loop.val_loop.batch_progress"]["total"] == counts
+    assert state["state_dict"] == {}
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0

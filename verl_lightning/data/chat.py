@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.data.files import Row, read_rows
+from verl_lightning.data.files import Row, fingerprint, read_rows
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.spans import Span, Supervise, assistant_spans
@@ -46,11 +46,13 @@ class ChatDataset:
     Args:
         chats: Tokens and supervision of each row.
         pad_token_id: Fills the padding.
+        fingerprint: What tells the rows from others; empty if it is not known.
     """
 
-    def __init__(self, chats: list[TokenizedChat], *, pad_token_id: int) -> None:
+    def __init__(self, chats: list[TokenizedChat], *, pad_token_id: int, fingerprint: str = "") -> None:
         self.chats = chats
         self.pad_token_id = pad_token_id
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         """Number of conversations."""
@@ -151,7 +153,8 @@ class ChatDataModule(TokenizedDataModule):
             for index in kept
         ]
         supervised = self._supervised(cut, [rows[index].name for index in kept])
-        return ChatDataset(supervised, pad_token_id=tokenizer.pad_token_id)
+        found = fingerprint(rows[index] for index in kept)
+        return ChatDataset(supervised, pad_token_id=tokenizer.pad_token_id, fingerprint=found)
 
     @override
     def train_batch_size(self, world_size: int) -> int:

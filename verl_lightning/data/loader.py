@@ -7,7 +7,8 @@ to do, and Lightning replaces neither their sampler (``overfit_batches``) nor th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -32,14 +33,29 @@ class BatchSource(Protocol[BatchT]):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run goes on in the training rows."""
+
+    epoch: int
+    """Finished epochs."""
+
+    position: int = 0
+    """Rows of the epoch's order that are done."""
+
+    note: str = ""
+    """What differs from the run that wrote the checkpoint, and what follows; empty if nothing does."""
+
+
 class TrainLoader:
     """Batches of one rank, epoch after epoch, in an order that depends on the seed and the epoch only.
 
     A global batch is the next ``batch_size * world_size`` rows of the epoch's order; a rank gets every
     ``world_size``-th of them. Rows at the end of an epoch that don't fill a global batch are not used in that epoch.
-    The state is a position in the epoch's order, so that a run can go on with other ranks. It moves when a batch is
-    handed out, and the next epoch begins when its first batch is asked for: a checkpoint after the last batch of an
-    epoch resumes in the next one.
+    The state is a position in the epoch's order, so that a run can go on with other ranks and batch sizes. It moves
+    when a batch is handed out, and the next epoch begins when its first batch is asked for: a checkpoint after the last
+    batch of an epoch resumes in the next one. Where the rows or their order are not those of the checkpoint, a position
+    means nothing, and an epoch that had begun begins again.
 
     Args:
         source: The rows.
@@ -81,7 +97,8 @@ class TrainLoader:
             )
         is_count = isinstance(limit_batches, int)
         used = min(self.num_batches, limit_batches) if is_count else int(self.num_batches * limit_batches)
-        self._end = int(used) * self.global_batch_size
+        self.used_batches = int(used)
+        self._end = self.used_batches * self.global_batch_size
         self._epoch = 0
         self._position = 0
         self._resumes = False
@@ -92,36 +109,101 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[object]:
         """The rest of a restored epoch, or else the next epoch."""
-        self._enter_epoch()
+        if self._position > 0 and (self._is_over(self._position) or not self._resumes):
+            self._epoch += 1
+            self._position = 0
+        self._resumes = False
         order = self._order()
-        while self._position + self.global_batch_size <= self._end:
+        while not self._is_over(self._position):
             begin, end = self._position, self._position + self.global_batch_size
             self._position = end
             indices = order[begin + self.rank : end : self.world_size]
             yield self.source.batch(indices, [False] * len(indices))
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins."""
-        return {"epoch": self._epoch, "position": self._position, "num_rows": len(self.source)}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins, and in what."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "is_over": self._is_over(self._position),
+            "global_batch_size": self.global_batch_size,
+            "used_batches": self.used_batches,
+            "num_rows": len(self.source),
+            "rows": self._fingerprint,
+            "seed": self.seed if self.shuffle else None,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from a saved position; with other data, from the beginning of the saved epoch."""
-        self._epoch = state["epoch"]
-        self._position = state["position"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state, as `start` says."""
+        start = self.start(state)
+        self._epoch, self._position = start.epoch, start.position
         self._resumes = True
-        if state["num_rows"] != len(self.source):
-            rank_zero_warn(
-                f"The checkpoint was saved with {state['num_rows']} rows of training data, and there are now"
-                f" {len(self.source)}: its position in the epoch means nothing here, so the epoch begins again."
-            )
-            self._position = 0
+        if start.note:
+            rank_zero_warn(start.note)
 
-    def _enter_epoch(self) -> None:
-        is_over = self._position + self.global_batch_size > self._end
-        if self._position > 0 and (is_over or not self._resumes):
-            self._epoch += 1
-            self._position = 0
-        self._resumes = False
+    def start(self, state: dict[str, Any]) -> Start:
+        """Where a saved state lets the run go on, with the rows, the order and the batch size that there are now.
+
+        Args:
+            state: From `state_dict`, of this version or an older one.
+        """
+        epoch, position = state["epoch"], state["position"]
+        change = self._change_of_rows(state) or self._change_of_order(state)
+        is_over = state.get("is_over", not change and self._is_over(position))
+        if position == 0 or is_over:
+            note = f"{change} The next epoch begins with what there is now." if change and position else ""
+            return Start(epoch=epoch + bool(position), note=note)
+        if change:
+            consequence = "The checkpoint's position in the epoch means nothing here, so the epoch begins again."
+            return Start(epoch=epoch, note=f"{change} {consequence}")
+        change = self._change_of_size(state)
+        if self._is_over(position):
+            return Start(epoch=epoch + 1, note=f"{change} Fewer are left, so the next epoch begins." if change else "")
+        consequence = f"The epoch goes on after the {position} rows that are done."
+        return Start(epoch=epoch, position=position, note=f"{change} {consequence}" if change else "")
+
+    def num_done(self, start: Start) -> int:
+        """Batches of the epoch that count as done: all but those of this size that are left."""
+        return self.used_batches - (self._end - start.position) // self.global_batch_size
+
+    def _is_over(self, position: int) -> bool:
+        return position + self.global_batch_size > self._end
+
+    @property
+    def _fingerprint(self) -> str:
+        """What tells the rows from others; empty if the source does not say."""
+        return str(getattr(self.source, "fingerprint", ""))
+
+    def _change_of_rows(self, state: dict[str, Any]) -> str:
+        if state["num_rows"] != len(self.source):
+            return (
+                f"The checkpoint was saved with {state['num_rows']} rows of training data, and there are now"
+                f" {len(self.source)}."
+            )
+        saved = state.get("rows")
+        if saved and self._fingerprint and saved != self._fingerprint:
+            return (
+                f"The checkpoint was saved with as many rows of training data as there are now, {len(self.source)}, but"
+                f" with others (their digests are {saved} and {self._fingerprint})."
+            )
+        return ""
+
+    def _change_of_order(self, state: dict[str, Any]) -> str:
+        ours = self.seed if self.shuffle else None
+        saved = state.get("seed", ours)
+        if saved == ours:
+            return ""
+        there, here = ("not shuffled" if seed is None else f"shuffled by the seed {seed}" for seed in (saved, ours))
+        return f"The training rows were {there} when the checkpoint was saved, and are {here} now."
+
+    def _change_of_size(self, state: dict[str, Any]) -> str:
+        saved = state.get("global_batch_size", self.global_batch_size)
+        if saved == self.global_batch_size:
+            return ""
+        return (
+            f"A batch over all ranks had {saved} rows when the checkpoint was saved, and has {self.global_batch_size}"
+            " now."
+        )
 
     def _order(self) -> list[int]:
         if not self.shuffle:

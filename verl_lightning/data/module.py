@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
+from verl_lightning.data.resumed_epoch import ResumeEpoch
 from verl_lightning.seeding import run_seed
+
+VALIDATION_KEY = "validation_rows"
 
 
 class TokenizedDataModule(LightningDataModule):
@@ -62,7 +65,10 @@ class TokenizedDataModule(LightningDataModule):
         if not getattr(self, name):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
         if stage == "fit":
-            self._loaders["train"] = self._train_loader(trainer, tokenizer)
+            self._loaders["train"] = loader = self._train_loader(trainer, tokenizer)
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ResumeEpoch)]
+            callbacks.append(ResumeEpoch(loader))
         if stage == "fit" and not self.val_files:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         elif stage in ("fit", "validate"):
@@ -103,6 +109,25 @@ class TokenizedDataModule(LightningDataModule):
     @override
     def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
         return cast(EvalLoader, self._loaders.get("test", []))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {VALIDATION_KEY: self._validation_rows}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved, ours = state_dict.get(VALIDATION_KEY), self._validation_rows
+        if saved and ours and saved != ours and self._trainer().training:
+            rank_zero_info(
+                "The validation rows are not those of the checkpoint: metrics and best checkpoints from before were"
+                f" measured on others (the rows' digests are {saved} and {ours})."
+            )
+
+    @property
+    def _validation_rows(self) -> str:
+        """What tells the validation rows from others; empty without them."""
+        loader = self._loaders.get("val")
+        return "" if loader is None else str(getattr(loader.source, "fingerprint", ""))
 
     @override
     def teardown(self, stage: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.data.files import Row, read_rows
+from verl_lightning.data.files import Row, fingerprint, read_rows
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.templates import ChatRenderer, clean_messages
@@ -46,15 +46,23 @@ class PromptDataset:
         prompt_ids: Tokens of each row.
         row_index: Position of each row in the data files.
         pad_token_id: Fills the padding.
+        fingerprint: What tells the rows from others; empty if it is not known.
     """
 
     def __init__(
-        self, rows: list[dict[str, Any]], prompt_ids: list[list[int]], row_index: list[int], *, pad_token_id: int
+        self,
+        rows: list[dict[str, Any]],
+        prompt_ids: list[list[int]],
+        row_index: list[int],
+        *,
+        pad_token_id: int,
+        fingerprint: str = "",
     ) -> None:
         self.rows = rows
         self.prompt_ids = prompt_ids
         self.row_index = row_index
         self.pad_token_id = pad_token_id
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -132,7 +140,8 @@ class PromptDataModule(TokenizedDataModule):
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        rows = [_checked(row) for row in read_rows(files, columns=("data_source", "prompt", "reward_model"))]
+        found = read_rows(files, columns=("data_source", "prompt", "reward_model"))
+        rows = [_checked(row) for row in found]
         texts = [
             ChatRenderer(tokenizer, row, enable_thinking=self.enable_thinking).render(
                 row.values["prompt"], add_generation_prompt=True
@@ -152,6 +161,7 @@ class PromptDataModule(TokenizedDataModule):
             [ids[index][-self.max_prompt_length :] for index in kept],
             kept,
             pad_token_id=tokenizer.pad_token_id,
+            fingerprint=fingerprint(found[index] for index in kept),
         )
 
     def first_rows(self) -> list[dict[str, Any]]:
