@@ -11,9 +11,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from typing_extensions import override
 
+from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.hf_folder import discard, replace
+from verl_lightning.models.torch_files import UNREADABLE, reason_of
 from verl_lightning.strategies.checkpoints import read_checkpoint
-from verl_lightning.strategies.sealed_files import write_sealed
+from verl_lightning.strategies.sealed_files import WAY_OUT, write_sealed
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -51,7 +53,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         if not _is_local_file_protocol(str(path)):
-            return super().load_checkpoint(path, map_location, weights_only is not False)
+            try:
+                return super().load_checkpoint(path, map_location, weights_only is not False)
+            except OSError:
+                raise
+            except UNREADABLE as error:
+                raise DamagedFileError(path, reason_of(error, WAY_OUT)) from error
         return read_checkpoint(Path(path), weights_only=weights_only, map_location=map_location)
 
 

@@ -149,6 +149,18 @@ def test_a_folder_that_cannot_resume_is_told_apart(refuse, folder, file, sentenc
     assert said.startswith(f"`--ckpt_path saved` {sentence}")
 
 
+def test_a_folder_without_its_settings_is_named_before_models_are_built(refuse, folder):
+    (folder / "runs").mkdir()
+    torch.save({"state_dict": {}, "global_step": 3}, folder / "runs" / "step=3.ckpt")
+    (folder / "runs" / "last.ckpt").mkdir()
+    (folder / "runs" / "last.ckpt" / "__0_0.distcp").touch()
+
+    said = refuse("--config", "base.yaml", "--ckpt_path", "runs/last.ckpt")
+
+    expected = "`runs/last.ckpt/meta.pt` is missing. The newest whole checkpoint beside it is `runs/step=3.ckpt`:"
+    assert said.startswith(expected)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_a_file_for_gpus_says_what_to_do_without_one(parse):
     with pytest.raises(MisconfigurationException, match="torch finds none .* `--trainer.accelerator cpu"):

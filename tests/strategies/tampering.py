@@ -35,10 +35,10 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def flips(path: Path, count: int = 40) -> Iterator[int]:
+def flips(path: Path, count: int = 16) -> Iterator[int]:
     """Positions all over a file, and each of its last ones."""
     size = path.stat().st_size
-    yield from {*range(0, size, max(1, size // count)), *range(size - min(30, size), size), 1, 30}
+    yield from {*range(0, size, max(1, size // count)), *range(size - min(12, size), size), 1, 30}
 
 
 def replace_metadata(folder: Path, settings: str, content: bytes) -> None:

@@ -140,7 +140,7 @@ def files(tmp_path: Path) -> Path:
 def test_a_flipped_byte_anywhere_in_a_file_is_refused(files: Path) -> None:
     path = files / "step=3.ckpt"
     content = path.read_bytes()
-    for position in flips(path, 200):
+    for position in flips(path, 100):
         flip(path, position)
         with pytest.raises(DamagedFileError, match=rf"^`{path}` is [^\n]*{files}/step=2\.ckpt`: give that as"):
             read_checkpoint(path)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -136,6 +137,30 @@ def test_a_file_runs_nothing(tmp_path: Path, old_format: bool, monkeypatch: pyte
     for read in (AtomicCheckpointIO().load_checkpoint, FSDPStrategy().load_checkpoint, read_checkpoint):
         with pytest.raises(DamagedFileError, match=rf"^`{path}` .*\.$"):
             read(path)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_remote_file_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning by itself trusts what comes from a web server."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with fsspec.open("memory://bad.ckpt", "wb") as file:
+        torch.save({"state_dict": Command(tmp_path / "proof")}, file)
+
+    with pytest.raises(DamagedFileError, match=r"^`memory://bad\.ckpt` holds more than values and tensors"):
+        AtomicCheckpointIO().load_checkpoint("memory://bad.ckpt")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_who_trusts_a_file_may_say_so_but_never_of_a_table(checkpoint: Path, tmp_path: Path) -> None:
+    """For callbacks that keep objects of their own."""
+    torch.save({"state_dict": {}, "callbacks": Path("a")}, tmp_path / "own.ckpt")
+    with pytest.raises(DamagedFileError, match=r"you trust the file: `--weights_only false`"):
+        read_checkpoint(tmp_path / "own.ckpt")
+    assert read_checkpoint(tmp_path / "own.ckpt", weights_only=False)["callbacks"] == Path("a")
+
+    replace_metadata(checkpoint, SETTINGS_FILE, pickle.dumps(Command(tmp_path / "proof")))
+    with pytest.raises(DamagedFileError, match=r"\.metadata` names `posix\.system`"):
+        read_checkpoint(checkpoint, weights_only=False)
     assert not (tmp_path / "proof").exists()
 
 
