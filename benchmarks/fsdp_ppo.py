@@ -25,12 +25,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from step_timer import now
 from typing_extensions import override
 
+from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules import SFTModule
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
-from verl_lightning.modules.policy_losses import PPOClip
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import Experience
 

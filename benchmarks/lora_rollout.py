@@ -21,11 +21,11 @@ from typing_extensions import override
 from vllm_rollout import __file__ as bench_file
 from vllm_rollout import write_model, write_prompts
 
+from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.data import PromptDataModule
 from verl_lightning.models.config import LoraConfig, ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
-from verl_lightning.modules.advantages import GRPO
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig

@@ -39,11 +39,11 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 from typing_extensions import override
 
+from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.data import PromptDataModule
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
-from verl_lightning.modules.advantages import GRPO
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import Prompts, SamplingConfig

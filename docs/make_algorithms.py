@@ -6,55 +6,29 @@ A test fails when the pages are not what this script would write.
 from __future__ import annotations
 
 import inspect
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from docstring_parser import Docstring, DocstringStyle
 from docstring_parser import parse as parse_any
 
-from verl_lightning.functional import advantages as estimators
-from verl_lightning.functional import correction
-from verl_lightning.functional import policy_losses as losses
+from verl_lightning.algorithms import advantages, corrections, losses
+from verl_lightning.algorithms.advantages.base import AdvantageEstimator
+from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.functional.normalizer import token_weights
-from verl_lightning.modules import advantages, corrections, policy_losses
 from verl_lightning.types import Experience
 
 HERE = Path(__file__).parent
-MATHS = {
-    "GAE": [estimators.gae],
-    "GRPO": [estimators.grpo_advantages],
-    "RLOO": [estimators.rloo_advantages],
-    "ReinforcePlusPlus": [estimators.discounted_returns],
-    "ReinforcePlusPlusBaseline": [estimators.grpo_advantages],
-    "ReMax": [estimators.remax_advantages],
-    "OPO": [estimators.opo_advantages],
-    "GPG": [estimators.gpg_advantages],
-    "GRPOPassK": [estimators.grpo_passk_advantages],
-    "GDPO": [estimators.gdpo_advantages],
-    "OptimalTokenBaseline": [estimators.optimal_token_baseline_advantages],
-    "PPOClip": [losses.ppo_clip_loss],
-    "GSPO": [losses.gspo_loss],
-    "GeoMean": [losses.geo_mean_loss],
-    "CISPO": [losses.cispo_loss],
-    "ClipCov": [losses.clip_cov_loss, losses.select_at_random],
-    "KLCov": [losses.kl_cov_loss, losses.select_top],
-    "Reinforce": [losses.reinforce_loss],
-    "GPGLoss": [losses.reinforce_loss],
-    "SAPO": [losses.sapo_loss],
-    "VESPO": [losses.vespo_loss],
-    "DRO": [losses.dro_loss],
-    "DPPOTV": [losses.dppo_loss, losses.inside_total_variation],
-    "DPPOKL": [losses.dppo_loss, losses.inside_binary_kl],
-    "TruncatedImportanceSampling": [correction.token_importance_weights, correction.truncated_weights],
-    "IcePop": [correction.token_importance_weights, correction.icepop_weights],
-    "SequenceMask": [correction.sequence_importance_weights, correction.icepop_weights],
-    "Rejection": [correction.keep_tokens, correction.keep_sequences],
-}
 GROUPS = {
-    "advantage": ("Advantage estimators", advantages.AdvantageEstimator),
-    "policy_loss": ("Policy losses", policy_losses.PolicyLoss),
-    "corrections": ("Rollout corrections", corrections.RolloutCorrection),
+    "advantage": ("Advantage estimators", advantages.METHODS),
+    "policy_loss": ("Policy losses", losses.METHODS),
+    "corrections": ("Rollout corrections", corrections.METHODS),
 }
+SHARED_MATHS = ("verl_lightning.functional.mismatch", "verl_lightning.functional.returns")
+"""Files of `functional` whose formulas are a method's own, beside those in its file."""
 METRICS = {
     "advantage": ["critic/advantages/{mean,max,min}", "critic/score/{mean,max,min}", "critic/rewards/{mean,max,min}"],
     "policy_loss": ["actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/entropy", "actor/on_policy_ratio_error"],
@@ -75,11 +49,23 @@ def parse(text: str) -> Docstring:
     return parse_any(text, style=DocstringStyle.GOOGLE)
 
 
-def methods(base: type) -> list[type]:
-    """Every method that users can name, in the order of the source."""
-    found = [cls for child in base.__subclasses__() for cls in (child, *methods(child))]
-    ours = [cls for cls in found if cls.__module__.startswith("verl_lightning.")]
-    return [cls for cls in ours if not cls.__name__.startswith("_") and not inspect.isabstract(cls)]
+def maths(method: type) -> list[Callable[..., object]]:
+    """The formulas that a method's code names, of the algorithms' files and of the shared maths."""
+    found: dict[str, Callable[..., object]] = {}
+    for cls in method.__mro__:
+        if not cls.__module__.startswith("verl_lightning.algorithms.") or cls.__module__.endswith(".base"):
+            continue
+        names = re.findall(r"\b[a-z_]\w*\b", inspect.getsource(cls))
+        members = {name: getattr(sys.modules[cls.__module__], name, None) for name in names}
+        found |= {name: member for name, member in members.items() if inspect.isfunction(member) and is_formula(member)}
+    return list(found.values())
+
+
+def is_formula(function: Callable[..., object]) -> bool:
+    """Tells a formula from a helper that checks options or gathers arguments."""
+    file = function.__module__
+    is_method = file.startswith("verl_lightning.algorithms.") and not file.endswith((".base", ".checks", ".discovery"))
+    return (is_method or file in SHARED_MATHS) and not function.__name__.startswith("_")
 
 
 def options(method: type) -> str:
@@ -107,7 +93,7 @@ def page(slot: str, method: type) -> str:
         f"```yaml\nmodel:\n  init_args:\n    {choice(slot, name)}\n```",
     ]
     parts += ["## Options", options(method), "## Maths"]
-    for function in MATHS[name]:
+    for function in maths(method):
         parts += [f"### `{function.__name__}`", f"```text\n{inspect.getdoc(function)}\n```"]
     return "\n\n".join([*parts, "## Metrics", ", ".join(f"`{name}`" for name in metrics(slot, method))]) + "\n"
 
@@ -115,9 +101,9 @@ def page(slot: str, method: type) -> str:
 def metrics(slot: str, method: type) -> list[str]:
     """What the method logs: a loss is asked, on one token."""
     own: list[str] = []
-    if issubclass(method, advantages.AdvantageEstimator):
+    if issubclass(method, AdvantageEstimator):
         own = ["train/frac_zero_std"] * method.needs_groups + CRITIC_METRICS * method.needs_critic
-    if issubclass(method, policy_losses.PolicyLoss):
+    if issubclass(method, PolicyLoss):
         token, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
         batch = Experience(
             input_ids=mask.long(),
@@ -142,9 +128,9 @@ def pages() -> dict[str, str]:
         {},
         ["# Algorithms", "Each is one option of the same `PPOModule`; recipes are in `examples/recipes`."],
     )
-    for slot, (title, base) in GROUPS.items():
+    for slot, (title, methods) in GROUPS.items():
         rows = []
-        for method in methods(base):
+        for method in methods.values():
             written[f"algorithms/{method.__name__}.md"] = page(slot, method)
             short = parse(inspect.getdoc(method) or "").short_description or ""
             rows.append(f"| [{method.__name__}](algorithms/{method.__name__}.md) | {' '.join(short.split())} |")

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
-from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
+# Every shape that the maths declares is checked, which training never pays for. Before anything imports these rooms.
+for room in ("verl_lightning.algorithms", "verl_lightning.functional"):
+    install_import_hook(room, "beartype.beartype")
+
+from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder  # noqa: E402
 
 # A busy machine must not fail a test that is right, and CI must see what we saw.
 settings.register_profile("steady", deadline=None, derandomize=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.data import ChatDataModule, PromptDataModule
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule, SFTModule
-from verl_lightning.modules.advantages import GRPO
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig

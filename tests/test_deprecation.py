@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 import warnings
 
 import pytest
 
-from verl_lightning.deprecation import Renamed, renamed_classes
+from verl_lightning.deprecation import Renamed, renamed_classes, renamed_text
 
 MESSAGE = "`{}` is `New` since version 0.2, and will be gone in 0.4. Use `New`."
 
@@ -37,3 +38,25 @@ def test_a_renamed_class_is_lent_under_its_old_name():
         assert module.Old is New
     with pytest.raises(AttributeError, match="module 'place' has no attribute 'Other'"):
         module.Other  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("modules.policy_losses.PPOClip", "algorithms.losses.PPOClip"),
+        ("modules.advantages.GRPO", "algorithms.advantages.GRPO"),
+        ("modules.corrections.IcePop", "algorithms.corrections.IcePop"),
+    ],
+)
+def test_a_class_is_found_where_it_was(old, new):
+    """Files that a run has saved name classes with their modules."""
+    text = f"policy: {{class_path: verl_lightning.{old}}}"
+    with pytest.warns(FutureWarning, match=f"`verl_lightning.{new.rpartition('.')[0]}`"):
+        assert renamed_text(text) == f"policy: {{class_path: verl_lightning.{new}}}"
+    module, _, name = f"verl_lightning.{new}".rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_module_of_the_users_own_is_left_as_it_is():
+    text = "class_path: mine.verl_lightning_modules.policy_losses.PPOClip"
+    assert renamed_text(text) == text

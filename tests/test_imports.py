@@ -20,6 +20,7 @@ CLI = {
 BASE = {"functional"} | FACTS
 ALLOWED = {
     "functional": set(),
+    "algorithms": BASE,
     "deprecation": set(),
     "faults": set(),
     "types": set(),
@@ -34,10 +35,12 @@ ALLOWED = {
     "rewards": BASE | {"ray"},
     "rollout": BASE | {"models", "ray"},
     "strategies": BASE | {"models"},
-    "modules": BASE | {"models", "rewards", "rollout", "strategies"},
-    "callbacks": BASE | {"models", "ray", "rewards", "rollout", "strategies", "modules"},
+    "modules": BASE | {"algorithms", "models", "rewards", "rollout", "strategies"},
+    "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "modules"},
     **{
-        name: BASE | {"data", "models", "rewards", "rollout", "strategies", "modules", "callbacks", "ray"} | CLI
+        name: BASE
+        | {"algorithms", "data", "models", "rewards", "rollout", "strategies", "modules", "callbacks", "ray"}
+        | CLI
         for name in CLI
     },
 }

@@ -93,6 +93,27 @@ MOVED_OPTIONS = {
 """What to say of old keys whose option is in another group now."""
 
 
+MOVED_MODULES: tuple[Renamed, ...] = tuple(
+    Renamed(old=f"verl_lightning.{old}", new=f"verl_lightning.{new}", since="0.1", gone_in="0.3")
+    for old, new in (
+        ("modules.advantages", "algorithms.advantages"),
+        ("modules.policy_losses", "algorithms.losses"),
+        ("modules.corrections", "algorithms.corrections"),
+    )
+)
+"""Modules whose classes lie elsewhere now; whole class paths in files and flags go on."""
+
+
+def with_moved_modules(text: str) -> str:
+    """YAML with new modules in the place of old ones, which are told of."""
+    for moved in MOVED_MODULES:
+        pattern = rf"\b{re.escape(moved.old)}(?=\.)"
+        if re.search(pattern, text):
+            moved.warn()
+            text = re.sub(pattern, moved.new, text)
+    return text
+
+
 def find_renamed(key: str) -> RenamedOption | None:
     """What became of a key, None if it was not renamed.
 
@@ -136,7 +157,7 @@ def renamed_value(value: Any, group: str) -> Any:
 
 
 def renamed_text(text: str, group: str = "") -> str:
-    """YAML with new keys in the place of old ones, which are told of; the text itself where there are none.
+    """YAML with new keys and modules in the place of old ones, which are told of; the text itself without such.
 
     Args:
         text: A file's content or a flag's value.
@@ -145,6 +166,7 @@ def renamed_text(text: str, group: str = "") -> str:
     Raises:
         OldKeyError: If an option is set by both of its keys, or is in another group now.
     """
+    text = with_moved_modules(text)
     old_keys = [*(option.old for option in RENAMED_OPTIONS), *MOVED_OPTIONS]
     if not any(key.rpartition(".")[2] in text for key in old_keys):
         return text

@@ -11,9 +11,9 @@ import pytest
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules import PPOModule
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.rewards.pool import RewardConfig
 

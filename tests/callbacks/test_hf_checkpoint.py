@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Generat
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from tests.tolerances import assert_near
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
 
 TOKENS = torch.arange(12).view(2, 6)

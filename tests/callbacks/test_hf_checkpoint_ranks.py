@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from tests.processes import on_ranks
 from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tolerances import assert_near
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.export import export
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import STRATEGIES
 

@@ -17,9 +17,9 @@ from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make
 from tests.strategies.same_data import SameDataStrategy
 from tests.tiny import write_prompt_file, write_tiny_folder
 from tests.tolerances import assert_near
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout, deal_out
-from verl_lightning.modules.corrections import TruncatedImportanceSampling
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.turns import TurnsConfig
 

@@ -24,11 +24,11 @@ from tests.runs import (
     make_sft,
     make_trainer,
 )
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import ProfilerCallback, StepRange, profile_tools
 from verl_lightning.callbacks import profiler as profiler_file
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, timeline_page
 from verl_lightning.callbacks.profile_tools import MemoryTool, NsysTool, make_tool
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import STRATEGIES
 

@@ -18,13 +18,13 @@ from transformers import LlamaForCausalLM
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from tests.tiny import tiny_model, tiny_tokenizer, write_tiny_folder
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.export import export
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.scorer import TokenScorer, build_scorer
 from verl_lightning.models.streaming import build_hollow, stream_scorer
 from verl_lightning.modules import PPOModule
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.types import Scores, TokenBatch
 

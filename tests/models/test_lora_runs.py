@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 
 ADAPTERS = LoraConfig(rank=4, alpha=8.0)

@@ -12,7 +12,7 @@ from torch import nn
 from tests.host_waits import HostWaits
 from tests.processes import on_ranks
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
-from verl_lightning.modules.advantages import GAE
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
 from verl_lightning.strategies import STRATEGIES
 

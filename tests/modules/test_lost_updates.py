@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.lost_updates import changeable_share
 from verl_lightning.modules.ppo_config import CriticConfig
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.scorer import TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize, model_size
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, amount, memory_plan
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions

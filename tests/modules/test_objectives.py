@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
-from verl_lightning.modules.policy_losses import PPOClip
 from verl_lightning.modules.ppo_config import KLConfig, KLEstimator
 from verl_lightning.types import Experience, Scores
 

@@ -12,11 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
 from tests.tiny import write_prompt_file
+from verl_lightning.algorithms.advantages.gpg import GPG
+from verl_lightning.algorithms.advantages.optimal_token_baseline import OptimalTokenBaseline
+from verl_lightning.algorithms.corrections.icepop import IcePop
+from verl_lightning.algorithms.corrections.rejection import Rejection
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
+from verl_lightning.algorithms.losses.clip_cov import ClipCov
+from verl_lightning.algorithms.losses.kl_cov import KLCov
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.modules.advantages import GPG, OptimalTokenBaseline
-from verl_lightning.modules.corrections import IcePop, Rejection, TruncatedImportanceSampling
 from verl_lightning.modules.judge import Verdict
-from verl_lightning.modules.policy_losses import ClipCov, KLCov
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
 from verl_lightning.modules.scored_rollout import ScoredRollout, join_scored_rollouts
 from verl_lightning.types import Rollout

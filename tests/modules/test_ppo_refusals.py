@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
+from verl_lightning.algorithms.advantages.gae import GAE
+from verl_lightning.algorithms.advantages.gdpo import GDPO
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.modules.advantages import GAE, GDPO
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, ShapingConfig, UpdateConfig, ValidationConfig
 from verl_lightning.rollout.base import SamplingConfig
 

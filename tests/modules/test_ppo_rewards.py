@@ -8,7 +8,9 @@ from lightning.pytorch import seed_everything
 from torch.testing import assert_close
 
 from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
-from verl_lightning.modules.advantages import GRPO, AdvantageInputs, ReMax
+from verl_lightning.algorithms.advantages.base import AdvantageInputs
+from verl_lightning.algorithms.advantages.grpo import GRPO
+from verl_lightning.algorithms.advantages.remax import ReMax
 from verl_lightning.modules.ppo_config import KLConfig, UpdateConfig
 
 

@@ -14,7 +14,7 @@ from tests.runs import Recorder, make_chats, make_model_config, make_ppo, make_p
 from tests.runs import make_trainer as new_trainer
 from tests.tiny import write_uneven_chat_file
 from tests.tolerances import assert_near
-from verl_lightning.modules.advantages import GAE
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
 from verl_lightning.modules.token_budget import TokenBudget

@@ -16,10 +16,10 @@ from tests.rollout.test_hf_engine import make_engine, make_prompts
 from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
 from tests.tiny import tiny_model
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout, RayRollout
 from verl_lightning.launch.worker import is_mistake
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.modules.corrections import TruncatedImportanceSampling
 from verl_lightning.ray.actors import ActorsLostError, Home
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig

@@ -22,8 +22,8 @@ from tests.runs import (
     make_sft,
     make_trainer,
 )
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig, OptimConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.strategies import DDPStrategy, FSDPStrategy
 

@@ -11,8 +11,8 @@ import pytest
 from tests.resume.experiment import NUM_STEPS, Experiment, assert_same_state
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft
 from tests.tiny import write_chat_file, write_prompt_file
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig, OptimConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # each run here has a folder of its own

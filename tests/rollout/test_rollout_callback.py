@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from verl_lightning.algorithms.advantages.remax import ReMax
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import ReMax
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import VLLMRollout
-from verl_lightning.modules.corrections import TruncatedImportanceSampling
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
 from verl_lightning.rollout.vllm_config import BesideConfig

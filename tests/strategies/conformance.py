@@ -32,12 +32,12 @@ from tests.runs import (
 )
 from tests.strategies.probes import LengthProbe, measure
 from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
+from verl_lightning.algorithms.advantages.gae import GAE
+from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules import PPOModule
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
-from verl_lightning.modules.policy_losses import PPOClip
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import Experience, Rollout

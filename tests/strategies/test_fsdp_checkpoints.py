@@ -23,8 +23,8 @@ from tests.runs import (
     make_trainer,
 )
 from tests.tolerances import assert_near
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.fsdp_checkpoint import read_whole, save_sharded

@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_lightning.functional import correction
-from verl_lightning.functional.advantages.groups import num_groups_without_signal
+from verl_lightning.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
+from verl_lightning.algorithms.corrections.base import Corrected, RolloutCorrection, correct_rollout
+from verl_lightning.functional.groups import num_groups_without_signal
 from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.functional.masking import masked_sum, standardize, to_type_of
+from verl_lightning.functional.mismatch import effective_sample_size, weight_moments
 from verl_lightning.functional.rewards import place_sequence_rewards, subtract_kl
 from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
 from verl_lightning.models.scorer import TokenScorer
-from verl_lightning.modules.advantages import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
-from verl_lightning.modules.corrections import Corrected, RolloutCorrection, correct_rollout
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
@@ -176,8 +176,8 @@ class ExperienceMaker:
         """How far engine and trainer differ, over all ranks; empty where the trainer has not scored the responses."""
         if self.old_log_probs == "engine":
             return {}
-        moments = self.contract.sum_over_data_parallel(correction.weight_moments(corrected.weights, mask))
-        size = mean(correction.effective_sample_size(moments), moments[0] > 0)  # the same on every rank
+        moments = self.contract.sum_over_data_parallel(weight_moments(corrected.weights, mask))
+        size = mean(effective_sample_size(moments), moments[0] > 0)  # the same on every rank
         metrics = {name: masked_mean(values, mask) for name, values in of_tokens.items()}
         return metrics | {"rollout_corr/effective_sample_size": size}
 

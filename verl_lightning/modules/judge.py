@@ -14,7 +14,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl_lightning.functional.advantages.groups import RELATIVE_NOISE
+from verl_lightning.functional.groups import RELATIVE_NOISE
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, make_pool

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
+from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.metrics import MetricTable, mean, total
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.micro_batches import BatchSplitter, SplitBatch
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
-from verl_lightning.modules.policy_losses import PolicyLoss
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.base import PostTrainingStrategy

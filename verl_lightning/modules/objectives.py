@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.functional.kl import KL_ESTIMATORS
 from verl_lightning.functional.normalizer import Aggregation, token_weights
 from verl_lightning.functional.value_loss import clipped_value_loss, value_clip_indicator
 from verl_lightning.metrics import Metric, masked_mean, mean
-from verl_lightning.modules.policy_losses import PolicyLoss
 from verl_lightning.modules.ppo_config import KLConfig
 from verl_lightning.types import Experience, Scores
 

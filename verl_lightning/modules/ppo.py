@@ -11,22 +11,23 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.algorithms.advantages.base import AdvantageEstimator
+from verl_lightning.algorithms.corrections.base import RolloutCorrection
+from verl_lightning.algorithms.losses.base import PolicyLoss
+from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, total
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
-from verl_lightning.modules.advantages import AdvantageEstimator
 from verl_lightning.modules.batch_plan import BatchPlan
-from verl_lightning.modules.corrections import RolloutCorrection
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
-from verl_lightning.modules.policy_losses import PolicyLoss, PPOClip
 from verl_lightning.modules.ppo_checks import (
     check_length,
     check_options,

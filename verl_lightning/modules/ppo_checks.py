@@ -8,8 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 
-from verl_lightning.modules.advantages import AdvantageEstimator
-from verl_lightning.modules.corrections import RolloutCorrection
+from verl_lightning.algorithms.advantages.base import AdvantageEstimator
+from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
 

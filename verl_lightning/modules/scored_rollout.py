@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from verl_lightning.functional.advantages.groups import group_statistics
+from verl_lightning.functional.groups import group_statistics
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.rollout.joining import dealt_prompts, join_rollouts
 from verl_lightning.types import Rollout

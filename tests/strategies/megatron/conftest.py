@@ -20,7 +20,7 @@ from tests.processes import on_ranks
 from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench, write_inputs
 from tests.strategies.megatron.switched import run_fsdp
-from verl_lightning.modules.advantages import GAE
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 
 HERE = Path(__file__).parent

@@ -41,9 +41,9 @@ from tests.strategies.megatron.sft_checks import (
 from tests.strategies.megatron.switched import switched
 from tests.strategies.megatron.tampering_checks import tampered
 from tests.strategies.megatron.training_checks import learn, sft_features
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench
 from tests.strategies.tampering import Command, flip, replace_entry, replace_metadata, saved
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.digests import DamagedFileError
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE

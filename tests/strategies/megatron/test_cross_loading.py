@@ -24,10 +24,10 @@ from tests.runs import make_prompts, make_rollout, make_trainer
 from tests.strategies.conformance import Bench
 from tests.strategies.megatron.run_checks import Ending
 from tests.strategies.megatron.sft_checks import scored_batch
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.export import main as export
 from verl_lightning.models.digests import DIGESTS_FILE
 from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
 from verl_lightning.strategies.megatron.portable import read_portable
