@@ -21,6 +21,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/RE
 NAMED_BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 HERE = ("--trainer.accelerator", "cpu")  # some commands are for GPUs
+AFTER_A_RUN = {"last": "auto"}
+"""Checkpoints that only an earlier run could have left, and what may stand in their place without one."""
 OTHER_COMMANDS = ("ray", "migrate", "doctor")
 
 
@@ -76,7 +78,7 @@ def check_fit(words: list[str]) -> None:
         if passed_on:
             ParsedCLI([*normalize_arguments(shlex.split(passed_on)), *HERE])
     elif words[-1] not in ("--help", "--version"):
-        ParsedCLI([*normalize_arguments(words), *HERE])
+        ParsedCLI([*normalize_arguments([AFTER_A_RUN.get(word, word) for word in words]), *HERE])
 
 
 def check_make(words: list[str]) -> None:
