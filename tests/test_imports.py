@@ -13,9 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
-FACTS = {"deprecation", "faults", "types", "metrics", "ranges", "run_folders", "seeding", "supervisor"}
+FACTS = {"deprecation", "faults", "needs", "types", "metrics", "ranges", "run_folders", "seeding", "supervisor"}
 CLI = {
     *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate", "saying"),
+    *("preflight", "strict_yaml"),
 }
 BASE = {"functional"} | FACTS
 ALLOWED = {
@@ -23,6 +24,7 @@ ALLOWED = {
     "algorithms": BASE,
     "deprecation": set(),
     "faults": set(),
+    "needs": set(),
     "types": set(),
     "metrics": {"faults"},
     "ranges": set(),

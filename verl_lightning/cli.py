@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from verl_lightning.saying import has_another_failed, say_once
 
 SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
+
+HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+"""A setting as other tools take it, without dashes."""
 
 OTHER_SUBCOMMANDS = ("ray", "migrate", "doctor")
 """Those that are answered without Lightning's CLI."""
@@ -91,15 +95,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             examine(argv[1:])
         except ValueError as error:
             fail(str(error))
+    sys.path.append(os.getcwd())
+    sys.excepthook = show_error
     try:
         arguments = normalize_arguments(argv)
+        # Else nothing would be gained, and classes that no setting names may have been imported.
+        if "lightning.pytorch" not in sys.modules:
+            from verl_lightning.preflight import check_settings  # late: the answers above do without
+
+            check_settings(arguments)
     except (FileNotFoundError, ValueError) as error:
         fail(str(error))
 
     from verl_lightning.lightning_cli import CLI  # late: the answers above need neither torch nor Lightning
 
-    sys.path.append(os.getcwd())
-    sys.excepthook = show_error
     CLI(arguments)
 
 
@@ -139,11 +148,22 @@ def check_first_word(word: str = "--") -> None:
     Raises:
         ValueError: If it is no flag.
     """
-    if word.startswith("-") or word in SUBCOMMANDS:  # the parser says that a subcommand comes first
+    if word.startswith("-"):
         return
+    if HYDRA.fullmatch(word) or word in SUBCOMMANDS:
+        raise ValueError(about_stray(word))
     if word.endswith((".yaml", ".yml")) or word in shipped_configs():
         raise ValueError(f"say that `{word}` is a configuration: `--config {word}`.")
     raise ValueError(f"there is no subcommand `{word}`. Choose from {', '.join((*SUBCOMMANDS, *OTHER_SUBCOMMANDS))}.")
+
+
+def about_stray(word: str) -> str:
+    """What is wrong with a word that is neither a flag nor the value of one."""
+    if word in SUBCOMMANDS:
+        return f"the subcommand comes first: `verl-fit {word} ...`."
+    if match := HYDRA.fullmatch(word):
+        return f"settings begin with two dashes: `--{match['key']} {match['value']}` in the place of `{word}`."
+    return f"`{word}` stands where a setting should, such as `--trainer.max_steps 10`."
 
 
 def find_config(name: str) -> Path:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_lightning.cli import SUBCOMMANDS
-
 KEY = re.compile(r'(?:Parser key "|--)([\w.]+)"?:\s*(.*)')
 CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
 EXPECTED = re.compile(
@@ -25,6 +23,7 @@ UNKNOWN = re.compile(
 )
 NO_CLASS = re.compile(r"Expected a dot import path string: (.*)")
 MISSING = re.compile(r"the following arguments are required: (?:\w+\.(?=model\b))?(?P<keys>.*)")
+NO_GROUP = re.compile(r"Unexpected import path format: ([\d.]+)")
 BASE_CLASSES = ("LightningModule", "LightningDataModule", "Callback", "RolloutCallback")
 NOISE = re.compile(
     r"Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Given value type: .*"
@@ -132,8 +131,6 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
     name = f"`{failure.key}`"
     if "class_path" in failure.unknown_key.split("."):
         return f"{name}: put the settings of a class under `init_args`, beside `class_path`."
-    if failure.unknown_key in SUBCOMMANDS:
-        return f"the subcommand comes first: `verl-fit {failure.unknown_key} ...`."
     if failure.unknown_key and failure.owner in BASE_CLASSES:
         return f"{name}: say which class it is, as `{failure.key}.class_path`, before its settings."
     if failure.unknown_key:
@@ -147,6 +144,8 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
         others = set(known_classes) - {failure.unknown_class}
         hint = did_you_mean(failure.unknown_class, others) or " Give its name with its module: `module.Class`."
         return f"{name}: there is no class `{failure.unknown_class}` to choose here.{hint}"
+    if match := NO_GROUP.fullmatch(failure.reason):
+        return f"{name} is a group of settings, got {match[1]}. Set one of them, as `--{failure.key}.NAME {match[1]}`."
     if failure.missing_keys:
         return f"`{failure.owner}` needs " + " and ".join(f"`{key}`" for key in failure.missing_keys) + "."
     if failure.expected:
@@ -161,7 +160,10 @@ def verl_name(wrong: str) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """The closest known name as a question with a leading space, or nothing if none is close."""
+    """The closest known name as a question with a leading space, or nothing if none is close.
+
+    Letters may be small or capital, and the beginning of a class's name, such as `vllm`, is close to it.
+    """
     others = {name for name in known if not wrong.startswith(f"{name}.")}
     closest = max(sorted(others), key=lambda name: similarity(wrong, name), default="")
     return f" Did you mean `{closest}`?" if similarity(wrong, closest) >= 0.6 else ""
@@ -169,10 +171,12 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 def similarity(key: str, other: str) -> float:
     """How alike two dotted keys are, from 0 to 1, once the groups that both start with are left out."""
-    parts, other_parts = key.split("."), other.split(".")
+    parts, other_parts = key.casefold().split("."), other.casefold().split(".")
     while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
         parts, other_parts = parts[1:], other_parts[1:]
-    return difflib.SequenceMatcher(None, ".".join(parts), ".".join(other_parts)).ratio()
+    ratio = difflib.SequenceMatcher(None, ".".join(parts), ".".join(other_parts)).ratio()
+    begins = len(key) > 1 and "." not in other and other.casefold().startswith(key.casefold())
+    return max(ratio, 0.6) if begins else ratio
 
 
 def readable_type(text: str) -> str:

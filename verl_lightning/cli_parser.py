@@ -7,7 +7,7 @@ import enum
 import pydoc
 import re
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin
@@ -21,11 +21,15 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from verl_lightning.cli import about_stray
 from verl_lightning.cli_errors import describe, did_you_mean, read_failure, readable_type
 from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
 from verl_lightning.saying import say_once
+from verl_lightning.strict_yaml import DuplicateKeyError, StrictLoader
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
+
+STRAY_WORD = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
 
 
 class ConfigDumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -34,24 +38,6 @@ class ConfigDumper(yaml.SafeDumper):  # type: ignore[misc]
 
 ConfigDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 set_dumper("yaml", lambda config: yaml.dump(config, Dumper=ConfigDumper, allow_unicode=True, sort_keys=False))
-
-
-class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads YAML and refuses a key that stands twice in one mapping, of which the first would silently be lost."""
-
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise DuplicateKeyError(f"line {key_node.start_mark.line + 1} sets `{key_node.value}` a second time.")
-            seen.add(key_node.value)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-class DuplicateKeyError(ValueError):
-    """A mapping of a YAML file has a key twice."""
 
 
 class Parser(LightningArgumentParser):
@@ -107,6 +93,8 @@ class Parser(LightningArgumentParser):
         """Says in a sentence or two what jsonargparse says in a page."""
         if match := YAML_PLACE.match(message):
             return f"line {match['line']} is not valid YAML: {match['problem']}."
+        if match := STRAY_WORD.match(message):
+            return about_stray(match[1])
         if message.startswith("Unexpected config:"):
             return "expected settings, such as `trainer: {max_steps: 10}`, got something else."
         failure = read_failure(message)

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import get_loader
-from lightning.fabric.utilities import rank_zero_warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,8 @@ class Renamed:
 
     def warn(self) -> None:
         """Shows the message, the first time in this process and on rank 0 only."""
+        from lightning.fabric.utilities import rank_zero_warn  # late: old keys are known before Lightning is
+
         if str(self) not in _SHOWN:
             _SHOWN.add(str(self))
             rank_zero_warn(str(self), category=FutureWarning, stacklevel=4)

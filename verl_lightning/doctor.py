@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
+from verl_lightning.needs import MEGATRON_VERSIONS, has_package
+
 PACKAGE = "verl-lightning"
 
 DESCRIPTION = """\
@@ -156,15 +158,13 @@ def examine_collectives() -> Iterator[Finding]:
 
 def examine_megatron() -> Finding:
     """Whether `--strategy megatron` can start."""
-    from verl_lightning.strategies.megatron.runtime import VERSIONS, has_transformer_engine
-
-    versions = {name: installed(name) for name in VERSIONS}
+    versions = {name: installed(name) for name in MEGATRON_VERSIONS}
     found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    if not all((versions[name] or "").startswith(prefix) for name, prefix in VERSIONS.items()):
-        wanted = " ".join(f"'{name}=={prefix}*'" for name, prefix in VERSIONS.items())
+    if not all((versions[name] or "").startswith(prefix) for name, prefix in MEGATRON_VERSIONS.items()):
+        wanted = " ".join(f"'{name}=={prefix}*'" for name, prefix in MEGATRON_VERSIONS.items())
         fix = f"on Python 3.12, `pip install {wanted}`, the latter with `--no-deps` on CPUs (see requirements/)"
         return Finding(part="megatron", works=False, found=found, fix=fix)
-    engine = has_transformer_engine()
+    engine = has_package("transformer_engine")
     slower = "" if engine else "without TransformerEngine, so no packing: `pip install 'transformer-engine[pytorch]'`"
     return Finding(part="megatron", works=True, found=found, fix=slower)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
+import pydoc
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,9 @@ from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.run_lock import lock_first
+from verl_lightning.needs import is_looked_up, missing_checkpoint, missing_strategy, no_data, no_gpu
 from verl_lightning.run_folders import (
     CONFIG_FILE,
     chosen_version,
@@ -188,6 +190,7 @@ class CLI(LightningCLI):
         if isinstance(strategy, str):
             settings.trainer.strategy = STRATEGY_CLASSES.get(strategy, strategy)
         check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
+        check_own_module(parser, settings)
         check_strategy_flags(parser, words, settings.trainer.strategy)
         check_name(
             parser, settings, "trainer.accelerator", ["auto", "gpu", *ACCELERATOR_REGISTRY.available_accelerators()]
@@ -229,7 +232,10 @@ class CLI(LightningCLI):
             kwargs.setdefault("strategy", self._get(self.config_init, trainer.strategy))
         register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
-        made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        try:
+            made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
+            self.parser.error(str(error))
         self._tell_of_unused_groups(made)
         if self._get(self.config_init, "ckpt_path") in LAST:
             self._find_last_checkpoint(made)
@@ -320,6 +326,18 @@ def check_name(parser: LightningArgumentParser, settings: Namespace, key: str, k
         parser.error(f"`{key}` has no choice {name!r}.{hint}")
 
 
+def check_own_module(parser: LightningArgumentParser, settings: Namespace) -> None:
+    """Refuses a module of ours without data, or under a strategy of Lightning's that can't train it."""
+    chosen = pydoc.locate(settings.model.class_path) if settings.get("model") else None
+    if not (isinstance(chosen, type) and issubclass(chosen, PostTrainingModule)):
+        return
+    if settings.get("data") is None and chosen.train_dataloader is PostTrainingModule.train_dataloader:
+        parser.error(no_data(chosen.__name__))
+    strategy = settings.trainer.strategy
+    if isinstance(strategy, str) and (complaint := missing_strategy(strategy, chosen.__name__)) is not None:
+        parser.error(complaint)
+
+
 def check_strategy_flags(parser: LightningArgumentParser, words: Sequence[str], strategy: object) -> None:
     """Refuses a flag of a strategy that is not chosen; files may have groups of several, to choose from."""
     for word in words:
@@ -340,10 +358,7 @@ def check_gpu(accelerator: object) -> None:
         MisconfigurationException: If so.
     """
     if accelerator == "gpu" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
-        raise MisconfigurationException(
-            "`trainer.accelerator` is `gpu`, but torch finds none on this machine; `verl-fit doctor` says more. To try"
-            " the configuration here, add `--trainer.accelerator cpu --trainer.devices 1`."
-        )
+        raise MisconfigurationException(no_gpu())
 
 
 def no_last_checkpoint(trainer: Trainer, command: str) -> str:
@@ -361,22 +376,17 @@ def check_checkpoint(parser: LightningArgumentParser, path: str | None, command:
     """Refuses a checkpoint that can't be there, before the models are built."""
     if path == "auto" and command != "fit":
         parser.error(f"`--ckpt_path auto` begins anew where there is no checkpoint, but `{command}` needs one: `last`.")
-    if path in (None, *LAST, "hpc") or "://" in str(path) or str(path).startswith("registry"):
+    if path is None or is_looked_up(path):
         return
-    if path == "best":
-        parser.error("`--ckpt_path best` is known only to the process that trained; give its file, or `last`.")
+    if (complaint := missing_checkpoint(path)) is not None:
+        parser.error(complaint)
     try:
-        with naming_another(Path(str(path))):
-            format_of(Path(str(path)))
+        with naming_another(Path(path)):
+            format_of(Path(path))
     except NoCheckpointError as error:
         parser.error(f"`--ckpt_path {path}` {error.what}")
     except DamagedFileError as error:
         parser.error(str(error))
-    except FileNotFoundError:
-        neighbours = [str(neighbour) for neighbour in Path(str(path)).parent.glob("*")]
-        close = difflib.get_close_matches(str(path), neighbours, n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
-        parser.error(f"`--ckpt_path {path}` does not exist.{hint}")
 
 
 def is_no_marketing(record: logging.LogRecord) -> bool:

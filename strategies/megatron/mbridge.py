@@ -20,8 +20,8 @@ from transformers import PretrainedConfig
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.scorer import Head
+from verl_lightning.needs import installed_version
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_pieces, checked_overrides, provider_fields
-from verl_lightning.strategies.megatron.runtime import installed_version
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

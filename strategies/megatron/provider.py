@@ -15,6 +15,7 @@ from torch import nn
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.models.library_errors import first_line
 from verl_lightning.models.pretrained import ForeignCodeError, read_config
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.config import ParallelSizes, TransformerOptions
@@ -108,10 +109,9 @@ def make_bridge(path: str) -> AutoBridge:
     except (DamagedFileError, ForeignCodeError):
         raise
     except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"`path: {path}`: Megatron-Bridge can't map this model ({reason}). Use `fsdp`, which trains any model of"
-            " transformers."
+            f"`path: {path}`: Megatron-Bridge can't map this model ({first_line(error)}). Use `fsdp`, which trains any"
+            " model of transformers."
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import logging
 import math
@@ -19,9 +18,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from verl_lightning.needs import missing_megatron
 from verl_lightning.strategies.megatron.config import ParallelSizes
-
-VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
 
 
 def has_transformer_engine() -> bool:
@@ -37,27 +35,14 @@ def import_megatron() -> None:
     """
     if "megatron.bridge" in sys.modules:
         return
-    for package, prefix in VERSIONS.items():
-        version = installed_version(package)
-        if not version.startswith(prefix):
-            raise MisconfigurationException(
-                f"`trainer.strategy: megatron` needs `{package}` {prefix}x on Python 3.12, found {version}."
-                " Install it as `docs/megatron.md` says, or choose `fsdp`."
-            )
+    if (complaint := missing_megatron()) is not None:
+        raise MisconfigurationException(complaint)
     has_te = has_transformer_engine()
     if not has_te:
         with warnings.catch_warnings(), _quiet_logs():
             warnings.simplefilter("ignore")
             _import_bridge_without_transformer_engine()
     rank_zero_info(f"Megatron-Core computes {'with' if has_te else 'without'} TransformerEngine.")
-
-
-def installed_version(package: str) -> str:
-    """Of a distribution; ``none`` if it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _import_bridge_without_transformer_engine() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from pyarrow import parquet  # type: ignore[import-untyped]
 
+from verl_lightning.needs import missing_data_file
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -46,9 +48,8 @@ def fingerprint(rows: Iterable[Row]) -> str:
 
 
 def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
-        raise ValueError(f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files.")
+    if (complaint := missing_data_file(file)) is not None:
+        raise ValueError(complaint)
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`.")

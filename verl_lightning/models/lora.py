@@ -22,12 +22,11 @@ from verl_lightning.models.digests import DamagedFileError, check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.weights import is_adapter_name, whole
+from verl_lightning.needs import ADAPTER_CONFIG, ADAPTER_WEIGHTS, missing_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 FINGERPRINT_KEY = "base_fingerprint"
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before each name in an adapter file."""
@@ -146,7 +145,7 @@ def write_adapter(
     """
     stored = {name: weight.to("cpu", dtype or weight.dtype).contiguous() for name, weight in weights.items()}
     metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint}
-    save_file(stored, folder / WEIGHTS_FILE, metadata=metadata)
+    save_file(stored, folder / ADAPTER_WEIGHTS, metadata=metadata)
     config = copy.deepcopy(peft_config(backbone))
     config.inference_mode = True
     if isinstance(config.target_modules, set):
@@ -182,18 +181,18 @@ def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
     """
     folder = Path(str(lora.adapter_path))
-    check_folder(folder, [CONFIG_FILE, WEIGHTS_FILE])
+    check_folder(folder, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     check_adapter_config(folder, lora)
     if fingerprint is not None:
         check_base(folder, str(backbone.name_or_path), fingerprint)
-    with open_safetensors(folder / WEIGHTS_FILE) as file:
+    with open_safetensors(folder / ADAPTER_WEIGHTS) as file:
         weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     ours = {name.removeprefix(PEFT_PREFIX): weight for name, weight in adapter_weights(backbone).items()}
     if wrong := sorted(weights.keys() ^ ours.keys()):
         where = "the folder only" if wrong[0] in weights else "these settings only"
         raise ValueError(
             f"`lora.adapter_path: {folder}` has other adapters than `lora` asks for: {len(wrong)} weights differ, the"
-            f" first, `{wrong[0]}`, is in {where}. Set `target_modules` and `modules_to_save` as in `{CONFIG_FILE}`."
+            f" first, `{wrong[0]}`, is in {where}. Set `target_modules` and `modules_to_save` as in `{ADAPTER_CONFIG}`."
         )
     return weights
 
@@ -209,7 +208,7 @@ def check_base(folder: Path, path: str, fingerprint: str) -> None:
     Raises:
         ValueError: If they differ.
     """
-    with open_safetensors(folder / WEIGHTS_FILE) as file:
+    with open_safetensors(folder / ADAPTER_WEIGHTS) as file:
         stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
     if stored not in (None, fingerprint):
         raise ValueError(
@@ -224,19 +223,13 @@ def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
     Raises:
         ValueError: With what to change.
     """
+    if (complaint := missing_adapter(folder)) is not None:
+        raise ValueError(complaint)
     name = f"`lora.adapter_path: {folder}`"
-    if not (folder / CONFIG_FILE).is_file():
-        nested = next(iter(sorted(folder.glob(f"*/{CONFIG_FILE}"))), None)
-        hint = f"Give `{nested.parent}`." if nested else "Give a folder that `HFCheckpoint` or PEFT wrote."
-        raise ValueError(f"{name} is no PEFT adapter folder: it has no `{CONFIG_FILE}`. {hint}")
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(
-            f"{name} has no `{WEIGHTS_FILE}`. Pickled adapters (`.bin`) are not read: convert it with PEFT."
-        )
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
     except ValueError as error:
-        raise DamagedFileError(folder / CONFIG_FILE, f"is damaged: it holds no JSON ({error}).") from error
+        raise DamagedFileError(folder / ADAPTER_CONFIG, f"is damaged: it holds no JSON ({error}).") from error
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{name} holds adapters of type {config.get('peft_type')}, but only LORA can be trained here.")
     if used := [key for key in UNSUPPORTED if config.get(key)]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +35,8 @@ from verl_lightning.models.config import ModelConfig, Packing
 from verl_lightning.models.digests import check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
-from verl_lightning.models.lora import CONFIG_FILE, adapters_off, add_adapters
+from verl_lightning.models.library_errors import model_must_be_at
+from verl_lightning.models.lora import adapters_off, add_adapters
 from verl_lightning.models.packing import pack
 from verl_lightning.models.pretrained import AutoClass, make_model, read_model
 from verl_lightning.models.torch_files import open_safetensors
@@ -230,13 +230,18 @@ def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> Token
 
 
 def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
-    """The model without its weights: what it holds is made up."""
-    return make_model(
-        _auto_class(head),
-        config.path,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=best_attention(config.attn_implementation),
-    )
+    """The model without its weights: what it holds is made up.
+
+    Raises:
+        ValueError: If there is no model at ``config.path``.
+    """
+    with model_must_be_at(config.path):
+        return make_model(
+            _auto_class(head),
+            config.path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=best_attention(config.attn_implementation),
+        )
 
 
 def _auto_class(head: Head) -> AutoClass:
@@ -359,26 +364,3 @@ def check_none_missing(path: str, missing: Collection[str]) -> None:
             " model, as `save_pretrained` writes it; a critic's folder has no output head, and is for"
             " `critic.model.path`."
         )
-
-
-@contextmanager
-def model_must_be_at(path: str) -> Iterator[None]:
-    """Within it a model is read from a path.
-
-    Raises:
-        ValueError: If there is none, with what to change.
-    """
-    if (adapter := Path(path) / CONFIG_FILE).is_file():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-        raise ValueError(
-            f"`path: {path}` is a PEFT adapter. Set `path` to its base (`{base}`) and `lora.adapter_path` to it,"
-            " or merge it first: `verl-export --to merged`."
-        )
-    try:
-        yield
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"no model could be loaded from `path: {path}` ({reason})."
-            " Give a folder written by `save_pretrained`, or a name on the Hugging Face hub."
-        ) from error

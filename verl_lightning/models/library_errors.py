@@ -1,0 +1,41 @@
+"""Says in the user's words what libraries say of a model's folder in theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import SafetensorError
+
+from verl_lightning.faults import is_meant_for_user
+from verl_lightning.needs import adapter_as_model, missing_model, no_model
+
+LIBRARY_ERRORS = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+"""What transformers and what it calls raise over files and settings that are not as they expect."""
+
+
+@contextmanager
+def model_must_be_at(path: str) -> Iterator[None]:
+    """Within it a library reads a model from a path, and nothing else is done.
+
+    Raises:
+        ValueError: If it can't, with what to change.
+    """
+    if (complaint := adapter_as_model(path)) is not None:  # transformers would load its base beneath it
+        raise ValueError(complaint)
+    try:
+        yield
+    except LIBRARY_ERRORS as error:
+        is_ours = is_meant_for_user(error) and not isinstance(error, OSError)  # which says why, and not of which path
+        if is_ours or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(missing_model(path) or no_model(path, first_line(error))) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's message, which libraries follow up with lists; its name if it has none."""
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)

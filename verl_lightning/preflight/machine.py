@@ -1,0 +1,115 @@
+"""What the settings ask of this machine that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_lightning.cli_errors import did_you_mean
+from verl_lightning.needs import (
+    ADAPTER_WEIGHTS,
+    broken_weights,
+    has_certainly_no_gpu,
+    missing_adapter,
+    missing_checkpoint,
+    missing_data_file,
+    missing_megatron,
+    missing_model,
+    missing_package,
+    missing_strategy,
+    missing_vllm,
+    no_data,
+    no_gpu,
+)
+from verl_lightning.preflight.reading import Reading
+from verl_lightning.rewards.loading import check_exists
+
+LOGGERS = {
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "CometLogger": "comet_ml",
+    "NeptuneLogger": "neptune",
+    "LitLogger": "litlogger",
+}
+"""Package that each of Lightning's loggers needs."""
+
+LIGHTNINGS_STRATEGIES = ("ddp", "deepspeed", "fsdp", "single", "xla")
+"""How the names of Lightning's own begin."""
+
+
+def obstacles(reading: Reading) -> Iterator[str]:
+    """Sentences about what is missing, the first that the run would meet first."""
+    yield from about_parts(reading)
+    yield from about_strategy(reading)
+    yield from about_packages(reading)
+    yield from about_files(reading)
+
+
+def about_parts(reading: Reading) -> Iterator[str]:
+    """A run without a model or without data."""
+    if "model" not in reading.mentioned:
+        yield "`verl-fit` needs `model`."
+    module = reading.own_class("model")
+    if module is not None and "data" not in reading.classes:
+        yield no_data(module)
+
+
+def about_strategy(reading: Reading) -> Iterator[str]:
+    """A strategy or accelerator that can't work here."""
+    strategy, module = reading.get("trainer.strategy"), reading.own_class("model")
+    if isinstance(strategy, str) and module is not None and not reading.has_foreign_classes:
+        complaint = missing_strategy(strategy, module)
+        if complaint is not None and not strategy.startswith(LIGHTNINGS_STRATEGIES):
+            known = ("auto", "ddp", "fsdp", "megatron")
+            hint = did_you_mean(strategy, known) or f" Choose from {', '.join(known)}."
+            complaint = f"`trainer.strategy` has no choice {strategy!r}.{hint}"
+        yield from told(complaint)
+    if strategy == "megatron":
+        yield from told(missing_megatron())
+    if reading.get("trainer.accelerator") in ("gpu", "cuda") and has_certainly_no_gpu():
+        yield no_gpu()
+
+
+def about_packages(reading: Reading) -> Iterator[str]:
+    """Optional packages that are not installed."""
+    if reading.own_class("rollout") == "VLLMRollout":
+        yield from told(missing_vllm())
+    if reading.own_class("rollout") == "RayRollout":
+        yield from told(missing_package("`RayRollout`", "ray", "Install it: `pip install 'verl-lightning[ray]'`."))
+    if reading.own_class("model") is not None and reading.get("model.reward.backend") == "ray":
+        way_out = "Install it, `pip install 'verl-lightning[ray]'`, or set `model.reward.backend: processes`."
+        yield from told(missing_package("`model.reward.backend: ray`", "ray", way_out))
+    if reading.get("trainer.precision") in ("transformer-engine", "transformer-engine-float16"):
+        way_out = "Install `transformer-engine[pytorch]`, or choose another precision, such as `bf16-mixed`."
+        yield from told(missing_package("`trainer.precision: transformer-engine`", "transformer_engine", way_out))
+    logger = reading.classes.get("trainer.logger")
+    if logger is not None and logger.name in LOGGERS and not logger.is_ours:
+        package = LOGGERS[logger.name]
+        way_out = f"Install it, `pip install {package.replace('_', '-')}`, or choose another logger."
+        yield from told(missing_package(f"`trainer.logger: {logger.name}`", package, way_out))
+
+
+def about_files(reading: Reading) -> Iterator[str]:
+    """Files and folders that are not there."""
+    if isinstance(path := reading.get("ckpt_path"), str):
+        yield from told(missing_checkpoint(path))
+    if reading.own_class("model") is not None:
+        for role in ("model.actor", "model.critic.model"):
+            if isinstance(path := reading.get(f"{role}.path"), str):
+                yield from told(missing_model(path), role)
+            if isinstance(path := reading.get(f"{role}.lora.adapter_path"), str):
+                yield from told(missing_adapter(Path(path)) or broken_weights(Path(path, ADAPTER_WEIGHTS)), role)
+        if isinstance(function := reading.get("model.reward.function"), str):
+            check_exists(function)
+    if reading.own_class("data") is not None:
+        names = {"validate": ("val_files",), "test": ("test_files",)}.get(reading.command, ("train_files", "val_files"))
+        for key in (f"data.{name}" for name in names):
+            files = reading.get(key)
+            for file in [files] if isinstance(files, str) else files or ():
+                yield from told(missing_data_file(Path(str(file))), key)
+
+
+def told(complaint: str | None, key: str = "") -> Iterator[str]:
+    """The sentence, if there is one, behind the key that it is about."""
+    if complaint is not None:
+        yield f"`{key}`: {complaint}" if key else complaint

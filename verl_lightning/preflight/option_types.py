@@ -1,0 +1,101 @@
+"""What values an option allows, as far as that can be told from its annotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_lightning.preflight.sources import ClassSource
+
+TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionType:
+    """Alternatives, of which a value must fit one."""
+
+    is_open: bool = False
+    """Whether there are others that are not understood, so that no value can be refused."""
+
+    is_null: bool = False
+    """Whether null is one."""
+
+    scalars: tuple[str, ...] = ()
+    """Among `int`, `float`, `str` and `bool`."""
+
+    choices: tuple[str, ...] = ()
+    """Words."""
+
+    parts: tuple[ClassSource, ...] = ()
+    """Dataclasses, whose options are a group."""
+
+    bases: tuple[ClassSource, ...] = ()
+    """Classes below which one is chosen."""
+
+    items: OptionType | None = None
+    """What a list holds."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The simple alternatives as YAML users know them."""
+        words = [f"one of {', '.join(map(repr, self.choices))}"] if self.choices else []
+        return [*self.scalars, *words, *(["null"] if self.is_null else [])]
+
+    @property
+    def is_group(self) -> bool:
+        """Whether a dataclass is the only alternative, so that its options are those of what has the option."""
+        return len(self.parts) == 1 and self == OptionType(parts=self.parts)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether all alternatives are scalars, words and null."""
+        return not (self.is_open or self.parts or self.bases or self.items)
+
+    @property
+    def choice(self) -> OptionType | None:
+        """The alternative that is a class, alone or in a list; None if there is none."""
+        if self.bases:
+            return self
+        return None if self.items is None else self.items.choice
+
+    @property
+    def takes_words(self) -> bool:
+        """Whether a word may be something else than the name of a class."""
+        return self.is_open or bool(self.choices) or "str" in self.scalars
+
+    def takes(self, value: Any) -> bool:
+        """False only for a value that no simple alternative can be."""
+        if value is None or not self.is_simple or isinstance(value, dict | list) or "str" in self.scalars:
+            return True
+        text = str(value)
+        is_word = text in self.choices or ("bool" in self.scalars and text.lower() in TRUTHS)
+        return is_word or (bool({"int", "float"} & set(self.scalars)) and is_number(text))
+
+
+ANYTHING = OptionType(is_open=True)
+NULL = OptionType(is_null=True)
+
+
+def join(types: Sequence[OptionType]) -> OptionType:
+    """The alternatives of all."""
+    lists = [part.items for part in types if part.items is not None]
+    return OptionType(
+        is_open=any(part.is_open for part in types),
+        is_null=any(part.is_null for part in types),
+        scalars=tuple(name for part in types for name in part.scalars),
+        choices=tuple(word for part in types for word in part.choices),
+        parts=tuple(cls for part in types for cls in part.parts),
+        bases=tuple(cls for part in types for cls in part.bases),
+        items=lists[0] if len(lists) == 1 else ANYTHING if lists else None,
+    )
+
+
+def is_number(text: str) -> bool:
+    """Whether a text reads as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

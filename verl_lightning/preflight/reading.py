@@ -1,0 +1,208 @@
+"""Puts settings together in their order, and refuses what the real parser is certain to refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_lightning.cli_errors import Failure, describe
+from verl_lightning.deprecation import find_renamed
+from verl_lightning.preflight.groups import LIGHTNING, dotted, dotted_of_choices, root_options
+from verl_lightning.preflight.option_types import OptionType
+from verl_lightning.preflight.sources import PACKAGE, ClassSource, find_class, named_class, subclasses
+from verl_lightning.preflight.words import Setting
+
+FILES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose options are being read."""
+
+    key: str
+    """Dotted key of it, with a final dot; empty at the top."""
+
+    name: str
+    """A class, or the command."""
+
+    options: Mapping[str, OptionType] | None
+    """What it can be told, None where that is not known."""
+
+
+class Reading:
+    """The settings of a command line.
+
+    Args:
+        command: The subcommand.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.values: dict[str, Any] = {}
+        """By key, as far as they are certain."""
+        self.classes: dict[str, ClassSource | None] = {}
+        """What was chosen by key; None for a class whose source is not known."""
+        self.mentioned: set[str] = set()
+        """First parts of all keys."""
+        self.has_foreign_classes = False
+        """Whether modules of others will be imported, whose classes may then be named without them."""
+        self._top = Owner("", "verl-fit", root_options(command))
+
+    def add(self, setting: Setting) -> None:
+        """Takes a file or a flag.
+
+        Raises:
+            ValueError: If the real parser is certain to refuse it.
+        """
+        if setting.file is None:
+            parts = [part for part in setting.key.split(".") if part != "init_args"]
+            if parts[-1] != "help":
+                self._put(self._top, self._top.options, "", parts, setting.value)
+            return
+        try:
+            self._put_all(self._top, self._top.options, "", setting.value)
+        except ValueError as error:
+            raise ValueError(f"in `{setting.file}`: {error}") from error
+
+    def get(self, key: str) -> Any:
+        """The value of a setting; None if it is not set, or not known for certain."""
+        return self.values.get(key)
+
+    def own_class(self, key: str) -> str | None:
+        """Name of the class of this package that was chosen by a key, None if it is none."""
+        chosen = self.classes.get(key)
+        return None if chosen is None or not chosen.is_ours else chosen.name
+
+    def _put_all(
+        self, owner: Owner, options: Mapping[str, OptionType] | None, group: str, settings: Mapping[Any, Any]
+    ) -> None:
+        for name, value in settings.items():
+            self._put(owner, options, group, [str(name)], value)
+
+    def _put(
+        self, owner: Owner, options: Mapping[str, OptionType] | None, group: str, parts: list[str], value: Any
+    ) -> None:
+        """A value for the option that lies at these parts below a group of an owner."""
+        name, *rest = parts
+        key = f"{group}{name}"
+        if not group:
+            self.mentioned.add(name)
+        if options is None or name == "dict_kwargs":
+            return
+        if name not in options:
+            self._refuse_key(owner, ".".join([key, *rest]))
+            return
+        kind, choice = options[name], options[name].choice
+        if not rest:
+            self._set(owner, key, kind, value)
+        elif kind.parts:
+            inner = self._owner_of_part(owner, key, kind)
+            self._put(inner, kind.parts[0].options, f"{key}.", rest, value)
+        elif choice is not None and rest == ["class_path"]:
+            self._choose(key, choice, value)
+        elif choice is not None and (chosen := self.classes.get(key)) is not None:
+            self._put(Owner(f"{key}.", chosen.name, chosen.options), chosen.options, f"{key}.", rest, value)
+
+    def _set(self, owner: Owner, key: str, kind: OptionType, value: Any) -> None:
+        """A whole value for an option."""
+        choice = kind.choice
+        if isinstance(value, dict) and kind.parts:
+            self._put_all(self._owner_of_part(owner, key, kind), kind.parts[0].options, f"{key}.", value)
+        elif isinstance(value, dict) and choice is not None:
+            self._set_class(key, choice, value)
+        elif isinstance(value, str) and choice is not None:
+            self._choose(key, choice, value)
+        else:
+            self._forget(key)
+            if isinstance(value, list) and kind.items is not None and not kind.items.is_simple:
+                for item in value:
+                    self._set(owner, key, kind.items, item)
+                    self._forget(key)  # no flag reaches into the items of a list
+            elif isinstance(value, int | float) and kind == OptionType(parts=kind.parts, is_null=kind.is_null):
+                raise ValueError(group_got(key, kind.parts[0], value))
+            elif not kind.takes(value):
+                raise ValueError(describe(Failure(key=key, expected=tuple(kind.texts), got=str(value)), (), (), ""))
+            self.values[key] = value
+
+    def _set_class(self, key: str, kind: OptionType, value: Mapping[Any, Any]) -> None:
+        """A mapping with ``class_path`` and ``init_args`` for an option."""
+        if "class_path" in value:
+            self._choose(key, kind, value["class_path"])
+        chosen, settings = self.classes.get(key), value.get("init_args")
+        if chosen is not None and isinstance(settings, dict):
+            self._put_all(Owner(f"{key}.", chosen.name, chosen.options), chosen.options, f"{key}.", settings)
+
+    def _choose(self, key: str, kind: OptionType, name: Any) -> None:
+        """A class for an option, by its name."""
+        before, chosen = self.classes.get(key), None
+        if isinstance(name, str) and not name.endswith(FILES):
+            chosen = self._find(key, kind, name)
+        if before is None or chosen is None or chosen.node is not before.node:
+            self._forget(key)
+        if chosen is None and kind.takes_words:
+            self.values[key] = name
+        else:
+            self.classes[key] = chosen
+
+    def _find(self, key: str, kind: OptionType, name: str) -> ClassSource | None:
+        if "." in name:
+            if not name.startswith((f"{PACKAGE}.", "lightning.")):
+                self.has_foreign_classes = True
+                check_importable(key, name)
+            return find_class(name)
+        for package in (PACKAGE, LIGHTNING):
+            if (found := named_class(name, package)) is not None:
+                return found
+        if name.isidentifier() and not kind.takes_words and not self.has_foreign_classes:
+            known = [
+                found
+                for base in kind.bases
+                for package in (PACKAGE, LIGHTNING)
+                for found in subclasses(base.name, package)
+            ]
+            failure = Failure(key=key, reason=f"Expected a dot import path string: {name}")
+            raise ValueError(describe(failure, (), known, ""))
+        return None
+
+    def _forget(self, key: str) -> None:
+        """What was said before of an option and of all below it."""
+        for known in (self.values, self.classes):
+            for name in [name for name in known if name == key or name.startswith(f"{key}.")]:
+                del known[name]
+
+    def _owner_of_part(self, owner: Owner, key: str, kind: OptionType) -> Owner:
+        """Whose options those of a dataclass are: those of a plain group are its owner's."""
+        part = kind.parts[0]
+        return owner if kind.is_group else Owner(f"{key}.", part.name, part.options)
+
+    def _refuse_key(self, owner: Owner, key: str) -> None:
+        if find_renamed(key) is not None:
+            return
+        known: Iterator[str] = (f"{owner.key}{option}" for option in dotted(owner.options))
+        failure = Failure(
+            key=owner.key.removesuffix("."),
+            class_path=owner.name if owner.key else None,
+            reason=f"Option '{key.removeprefix(owner.key)}' is not accepted",
+        )
+        known_keys = [*known, *(() if owner.key else dotted_of_choices())]
+        raise ValueError(describe(failure, known_keys, (), f"verl-fit {self.command} --help"))
+
+
+def check_importable(key: str, name: str) -> None:
+    """Refuses a class of a package that is not there.
+
+    Raises:
+        ValueError: If so.
+    """
+    package = name.partition(".")[0]
+    if package.isidentifier() and importlib.util.find_spec(package) is None:
+        raise ValueError(f"`{key}`: No module named '{package}'")
+
+
+def group_got(key: str, part: ClassSource, value: Any) -> str:
+    """What to write where a number stands in the place of a group of settings."""
+    fits = (name for name, kind in (part.options or {}).items() if kind.is_simple and kind.takes(value))
+    example = f", such as `--{key}.{next(fits, next(iter(part.options or {}), ''))} {value}`"
+    return f"`{key}` is a group of settings, got {value}. Set one of them{example}."
