@@ -9,14 +9,14 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from verl_lightning.modules.advantages import AdvantageEstimator
+from verl_lightning.modules.corrections import RolloutCorrection
+from verl_lightning.modules.policy_losses.base import PolicyLoss
 
 from tests.cli.toy import BASE, ParsedCLI
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_keys, subclasses
 from verl_lightning.lightning_cli import CALLBACK_SLOTS, SaveConfig
-from verl_lightning.modules.advantages import AdvantageEstimator
-from verl_lightning.modules.corrections import RolloutCorrection
-from verl_lightning.modules.policy_losses.base import PolicyLoss
 from verl_lightning.preflight.groups import CHOICES, STRATEGIES, dotted, root_options
 from verl_lightning.preflight.reading import Reading
 from verl_lightning.preflight.sources import ClassSource, find_class
