@@ -9,17 +9,17 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from verl_lightning.modules.advantages import AdvantageEstimator
-from verl_lightning.modules.corrections import RolloutCorrection
-from verl_lightning.modules.policy_losses.base import PolicyLoss
 
 from tests.cli.toy import BASE, ParsedCLI
+from verl_lightning.algorithms.advantages.base import AdvantageEstimator
+from verl_lightning.algorithms.corrections.base import RolloutCorrection
+from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_keys, subclasses
 from verl_lightning.lightning_cli import CALLBACK_SLOTS, SaveConfig
 from verl_lightning.preflight.groups import CHOICES, STRATEGIES, dotted, root_options
 from verl_lightning.preflight.reading import Reading
-from verl_lightning.preflight.sources import ClassSource, find_class
+from verl_lightning.preflight.sources import ClassSource, classes_of, find_class, named_class
 from verl_lightning.preflight.words import read_settings
 from verl_lightning.rollout.turns import Environment
 from verl_lightning.strategies import STRATEGIES as REAL_STRATEGIES
@@ -90,3 +90,14 @@ def test_no_setting_of_our_own_files_is_refused(file):
     for setting in read_settings(["--config", str(base), "--config", str(file)]):
         reading.add(setting)
     assert reading.values
+
+
+def test_a_name_of_several_classes_is_judged_by_none_of_them(tmp_path, monkeypatch):
+    for module in ("one", "other"):
+        (tmp_path / "twice").mkdir(exist_ok=True)
+        (tmp_path / "twice" / f"{module}.py").write_text(f"class Same:\n    def __init__(self, {module}: int): ...\n")
+    (tmp_path / "twice" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert len(classes_of("twice")["Same"]) == 2
+    assert named_class("Same", "twice") is None

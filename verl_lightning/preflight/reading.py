@@ -11,7 +11,7 @@ from verl_lightning.cli_errors import Failure, describe
 from verl_lightning.deprecation import find_renamed
 from verl_lightning.preflight.groups import LIGHTNING, dotted, dotted_of_choices, root_options
 from verl_lightning.preflight.option_types import OptionType
-from verl_lightning.preflight.sources import PACKAGE, ClassSource, find_class, named_class, subclasses
+from verl_lightning.preflight.sources import PACKAGE, ClassSource, classes_of, find_class, named_class, subclasses
 from verl_lightning.preflight.words import Setting
 
 FILES = (".yaml", ".yml", ".json")
@@ -153,8 +153,8 @@ class Reading:
                 check_importable(key, name)
             return find_class(name)
         for package in (PACKAGE, LIGHTNING):
-            if (found := named_class(name, package)) is not None:
-                return found
+            if name in classes_of(package):
+                return named_class(name, package)
         if name.isidentifier() and not kind.takes_words and not self.has_foreign_classes:
             known = [
                 found

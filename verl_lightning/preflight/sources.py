@@ -197,13 +197,13 @@ def read_subscript(node: ast.Subscript, source: Source) -> OptionType:
 
 
 @functools.cache
-def classes_of(package: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Module and names of bases of each class of a package, by its name."""
-    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+def classes_of(package: str) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
+    """Modules of a package that define a class, each with the names of its bases, by the class's name."""
+    found: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for module, path in module_files(package):
         for match in CLASS.finditer(path.read_text(encoding="utf-8")):
             bases = [base.strip().partition("[")[0].rpartition(".")[2] for base in (match[2] or "").split(",")]
-            found[match[1]] = module, tuple(base for base in bases if base)
+            found.setdefault(match[1], []).append((module, tuple(base for base in bases if base)))
     return found
 
 
@@ -223,11 +223,11 @@ def module_files(package: str) -> Iterator[tuple[str, Path]]:
 def subclasses(base: str, package: str = PACKAGE) -> list[str]:
     """Names of all classes of a package below one."""
     known = classes_of(package)
-    direct = [name for name, (_, bases) in known.items() if base in bases]
+    direct = [name for name, places in known.items() if any(base in bases for _, bases in places)]
     return [below for name in direct for below in (name, *subclasses(name, package))]
 
 
 def named_class(name: str, package: str = PACKAGE) -> ClassSource | None:
-    """The class of a package with a name, None if there is none."""
-    known = classes_of(package)
-    return find_class(f"{known[name][0]}.{name}") if name in known else None
+    """The class of a package with a name; None if there is none, or if there are several."""
+    places = classes_of(package).get(name, [])
+    return find_class(f"{places[0][0]}.{name}") if len(places) == 1 else None
