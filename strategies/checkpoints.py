@@ -10,8 +10,8 @@ from typing import Any, Literal
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.strategies import fsdp_checkpoint
 from verl_lightning.strategies.megatron import portable
-from verl_lightning.strategies.sealed_files import check_sealed, load_file
-from verl_lightning.strategies.sharded_io import CheckedReader, check_small_files
+from verl_lightning.strategies.sealed_files import check_sealed, load_file, load_settings
+from verl_lightning.strategies.sharded_io import CheckedReader
 from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FILE
 
 Format = Literal["file", "fsdp", "megatron"]
@@ -20,7 +20,7 @@ READER_KEY = "folder_reader"
 """What reads a folder's tensors, beside its other contents while it is loaded."""
 
 MAX_CHECKED_BYTES = 2**36
-"""Of a folder that is looked at in place of a damaged one: of a larger one the sizes and small files are compared."""
+"""Of a folder that is looked at in place of a damaged one; of a larger one, sizes and small files are compared."""
 
 
 class NoCheckpointError(ValueError):
@@ -119,8 +119,7 @@ def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, 
         kind = format_of(path)
         if kind == "file":
             return as_checkpoint(path, load_file(path, weights_only=weights_only, mmap=True, checks=False))
-        settings: dict[str, Any] = load_file(_settings_file(path, kind), weights_only=weights_only)
-        return settings
+        return load_settings(_settings_file(path, kind), weights_only=weights_only)
 
 
 def open_folder(path: Path) -> CheckedReader:
@@ -169,7 +168,7 @@ def newest_whole(path: Path) -> Path | None:
         try:
             kind = format_of(other)
             file = other if kind == "file" else _settings_file(other, kind)
-            step = as_checkpoint(other, {"state_dict": {}} | load_file(file, mmap=True, checks=False))["global_step"]
+            step = int(load_file(file, mmap=True, checks=False)["global_step"])
         except (ValueError, KeyError, TypeError, OSError):  # something else, or damaged
             continue
         steps[path.parent / other.name] = (step, file.stat().st_mtime)
@@ -188,11 +187,9 @@ def is_whole(path: Path) -> bool:
         if kind == "file":
             check_sealed(path)
             return True
-        settings = _settings_file(path, kind)
-        if sum(file.stat().st_size for file in path.iterdir()) > MAX_CHECKED_BYTES:
-            check_small_files(settings)
-        else:
-            CheckedReader(settings).check()
+        reader = CheckedReader(_settings_file(path, kind))
+        is_large = sum(file.stat().st_size for file in path.iterdir()) > MAX_CHECKED_BYTES
+        reader.check_sizes() if is_large else reader.check()
     except DamagedFileError:
         return False
     return True

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder
 from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
-from verl_lightning.strategies.sealed_files import load_file
+from verl_lightning.strategies.sealed_files import load_settings
 from verl_lightning.strategies.sharded_io import CheckedReader, DigestingWriter, write_settings
 
 SETTINGS_FILE = "meta.pt"
@@ -66,12 +66,6 @@ def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What every rank writes its part of, taken out of a checkpoint; the rest is every rank's."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     return tensors | {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-
-
-def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What a checkpoint folder holds beside tensors."""
-    settings: dict[str, Any] = load_file(path / SETTINGS_FILE, weights_only=weights_only)
-    return settings
 
 
 @contextmanager
@@ -155,7 +149,7 @@ def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
         _load_state_dict(tensors, storage_reader=CheckedReader(path / SETTINGS_FILE), planner=planner, no_dist=True)
     count = sum(key.startswith("optimizer_") for key in tensors)
     optimizers = [_by_index(tensors[f"optimizer_{index}"]) for index in range(count)]
-    return read_settings(path, weights_only=weights_only) | {
+    return load_settings(path / SETTINGS_FILE, weights_only=weights_only) | {
         "state_dict": tensors["state_dict"],
         "optimizer_states": optimizers,
     }

@@ -38,9 +38,10 @@ METADATA_NAMES = DTYPES | {
 ENTRY_NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("collections", "OrderedDict"),
-    *(("torch", f"{kind}Storage") for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Bool", "Byte")),
+    *(("torch", f"{kind}Storage") for kind in ("Float", "Double", "Half", "BFloat16")),
+    *(("torch", f"{kind}Storage") for kind in ("Long", "Int", "Short", "Char", "Byte", "Bool")),
 }
-"""What entries that are no tensors name: a tensor among plain values."""
+"""What entries name: a tensor, or tensors among plain values."""
 
 UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError),
@@ -117,14 +118,14 @@ def describe(file: IO[bytes], names: Collection[tuple[str, str]], path: Path, wh
 
 
 def plain_entry(content: bytes, path: Path) -> Any:
-    """An entry of a sharded checkpoint that is no tensor, once it is known to hold plain values.
+    """An entry of a sharded checkpoint, once it is known to hold tensors and plain values alone.
 
     Args:
         content: What `torch.save` wrote.
         path: The file that it comes from, for messages.
 
     Raises:
-        DamagedFileError: If it holds anything but plain values and tensors.
+        DamagedFileError: If it holds anything else.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:

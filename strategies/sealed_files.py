@@ -130,3 +130,19 @@ def load_file(
         rank_zero_info(f"`{path}` holds no digests, as older versions wrote it: not all damage to it would be noticed.")
     options = {"mmap": mmap, "map_location": map_location, "way_out": WAY_OUT}
     return load_values(path, path, weights_only=weights_only is not False, **options)
+
+
+def load_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """What a checkpoint folder holds beside tensors.
+
+    Args:
+        path: Its settings file.
+        weights_only: As of `load_file`.
+
+    Raises:
+        DamagedFileError: If it is not as it was written, or holds no settings.
+    """
+    settings = load_file(path, weights_only=weights_only)
+    if not isinstance(settings, dict):
+        raise DamagedFileError(path, "is not the settings of a checkpoint.")
+    return settings

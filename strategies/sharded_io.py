@@ -28,7 +28,6 @@ from torch.futures import Future
 from typing_extensions import override
 
 from verl_lightning.models.digests import DamagedFileError, DigestedFile, check_file, crcs_of, digest_of
-from verl_lightning.models.torch_files import load_values
 from verl_lightning.strategies.plain_pickle import plain_entry
 from verl_lightning.strategies.sealed_files import check_sealed, write_sealed
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, DATA_SUFFIX, METADATA_FILE, read_metadata
@@ -114,7 +113,7 @@ class CheckedReader(FileSystemReader):
     def __init__(self, settings: Path) -> None:
         super().__init__(settings.parent)
         self.folder = settings.parent
-        self._is_sealed = check_small_files(settings)
+        check_small_files(settings)
         self._metadata = read_metadata(self.folder / METADATA_FILE)
 
     @override
@@ -131,6 +130,20 @@ class CheckedReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def check_sizes(self) -> None:
+        """See that the files of all ranks are there, and as long as they were written.
+
+        Raises:
+            DamagedFileError: If one is not.
+        """
+        ends: dict[str, int] = defaultdict(int)
+        for info in self._metadata.storage_data.values():
+            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+        for name, end in ends.items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != end:
+                raise DamagedFileError(path, f"is damaged: it has not the {end} bytes that were written.")
 
     def check(self) -> None:
         """Read all items without keeping them.
@@ -158,55 +171,52 @@ class CheckedReader(FileSystemReader):
         if len(content) != info.length:
             raise DamagedFileError(path, "is damaged: it ends before it was written to end.")
         crcs = getattr(info, CRC_FIELD, None)
-        if (self._is_sealed or crcs is not None) and crcs != crcs_of(content):
+        if crcs is not None and crcs != crcs_of(content):
             raise DamagedFileError(path, f"is damaged: the CRC of its bytes from {info.offset} on is wrong.")
         return content
 
     def _hand_over(self, items: Sequence[ReadItem], path: Path, content: bytes, planner: LoadPlanner) -> None:
         """Give the planner what it wants of one stored item."""
-        if items[0].type == LoadItemType.BYTE_IO:
-            # The planner will unpickle what it gets, whatever that is: let it be our own pickle of plain values.
-            value, anew = plain_entry(content, path), io.BytesIO()
-            torch.save(value, anew)
-            for item in items:
-                planner.load_bytes(item, io.BytesIO(anew.getvalue()))
-            return
-        tensor = load_values(io.BytesIO(content), path)
-        if not isinstance(tensor, Tensor):
-            raise DamagedFileError(path, f"holds no tensor where `{items[0].storage_index.fqn}` should be.")
+        value = plain_entry(content, path)
         for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                # The planner will unpickle what it gets, whatever that is: let it be our own pickle.
+                anew = io.BytesIO()
+                torch.save(value, anew)
+                anew.seek(0)
+                planner.load_bytes(item, anew)
+                continue
             target = planner.resolve_tensor(item).detach()
-            target.copy_(narrowed(tensor, item, path))
+            target.copy_(narrowed(value, item, path))
             planner.commit_tensor(item, target)
 
 
-def check_small_files(settings: Path) -> bool:
-    """Compare a folder's settings, and what lies beside them, with what was written.
+def check_small_files(settings: Path) -> None:
+    """Compare a folder's settings, and what lies beside them, with what was written, as far as that is known.
 
     Args:
         settings: The folder's settings file.
 
-    Returns:
-        Whether there was anything to compare with.
-
     Raises:
         DamagedFileError: If a file differs, or is not there.
     """
-    files = check_sealed(settings)
-    for name, digest in (files or {}).items():
+    for name, digest in (check_sealed(settings) or {}).items():
         check_file(settings.with_name(name), digest)
-    return files is not None
 
 
-def narrowed(tensor: Tensor, item: ReadItem, path: Path) -> Tensor:
+def narrowed(stored: Any, item: ReadItem, path: Path) -> Tensor:
     """The part of a stored tensor that is wanted.
 
     Raises:
-        DamagedFileError: If it is smaller than the table of contents says.
+        DamagedFileError: If it is none, or smaller than the table of contents says.
     """
+    name = item.storage_index.fqn
+    if not isinstance(stored, Tensor):
+        raise DamagedFileError(path, f"holds no tensor where `{name}` should be.")
     ends = [start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True)]
-    if len(ends) != tensor.dim() or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
-        raise DamagedFileError(path, f"holds a tensor of shape {list(tensor.shape)} for `{item.storage_index.fqn}`.")
+    if len(ends) != stored.dim() or any(end > size for end, size in zip(ends, stored.shape, strict=True)):
+        raise DamagedFileError(path, f"holds a tensor of shape {list(stored.shape)} where `{name}` should be.")
+    part: Tensor = stored
     for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        tensor = tensor.narrow(axis, start, length)
-    return tensor
+        part = part.narrow(axis, start, length)
+    return part

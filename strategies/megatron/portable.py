@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from verl_lightning.strategies.fsdp_checkpoint import failures_told
 from verl_lightning.strategies.megatron.naming import Held, cut_weight, held_names
 from verl_lightning.strategies.megatron.weights import Experts
-from verl_lightning.strategies.sealed_files import load_file
+from verl_lightning.strategies.sealed_files import load_settings
 from verl_lightning.strategies.sharded_io import CheckedReader
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
         DamagedFileError: If the file is not as it was written.
         ValueError: If the folder has an older layout, whose adapters may lie in the order of the ranks that wrote them.
     """
-    settings: dict[str, Any] = load_file(path / SETTINGS_FILE, weights_only=weights_only)
+    settings = load_settings(path / SETTINGS_FILE, weights_only=weights_only)
     if MAP_KEY not in settings:
         raise ValueError(
             f"`ckpt_path: {path}` was written by `megatron` in an older layout, which does not say what its tensors"

@@ -178,12 +178,14 @@ def test_the_newest_is_that_of_most_steps_which_is_whole(files: Path) -> None:
         read_checkpoint(files / "step=3.ckpt")
 
 
-def test_large_folders_are_recommended_by_their_small_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_folders_are_recommended_by_sizes_and_small_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "MAX_CHECKED_BYTES", 1000)
     flip(run / "step=2.ckpt" / "__0_0.distcp", 300)
     assert newest_whole(run / "step=3.ckpt") == run / "step=2.ckpt"
-    flip(run / "step=2.ckpt" / ".metadata", 300)
+    (run / "step=2.ckpt" / "__0_0.distcp").write_bytes(b"short")
     assert newest_whole(run / "step=3.ckpt") == run / "step=1.ckpt"
+    flip(run / "step=1.ckpt" / ".metadata", 300)
+    assert newest_whole(run / "step=3.ckpt") is None
 
 
 def old_folder(run: Path) -> Path:

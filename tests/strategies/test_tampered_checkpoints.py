@@ -26,6 +26,7 @@ from verl_lightning.strategies.checkpoints import read_checkpoint
 from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE
 
 LR = "optimizer_0.param_groups.0.lr"
+WEIGHT = "state_dict.actor.backbone.model.norm.weight"
 
 
 def train(model: Path, chats: Path, folder: Path, resume: str | None = None) -> str:
@@ -86,12 +87,19 @@ def test_a_table_of_contents_runs_nothing(checkpoint: Path, tmp_path: Path, atta
     assert "__setstate__" not in vars(Metadata)
 
 
+@pytest.mark.parametrize("key", [LR, WEIGHT])
 @pytest.mark.parametrize("attack", ENTRY_ATTACKS)
-def test_an_entry_runs_nothing(checkpoint: Path, tmp_path: Path, attack: str) -> None:
-    replace_entry(checkpoint, SETTINGS_FILE, LR, ENTRY_ATTACKS[attack](tmp_path / "proof"))
+def test_an_entry_runs_nothing(checkpoint: Path, tmp_path: Path, attack: str, key: str) -> None:
+    replace_entry(checkpoint, SETTINGS_FILE, key, ENTRY_ATTACKS[attack](tmp_path / "proof"))
 
     refusals(checkpoint, "__9_0.distcp")
     assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("value", [1.0, torch.ones(1), torch.ones(1, 1)])
+def test_a_weight_that_is_none_is_refused(checkpoint: Path, value: Any) -> None:
+    replace_entry(checkpoint, SETTINGS_FILE, WEIGHT, saved(value))
+    assert f"where `{WEIGHT}` should be" in refusals(checkpoint, "__9_0.distcp")[0]
 
 
 def test_the_error_names_what_would_have_run(checkpoint: Path, tmp_path: Path) -> None:
