@@ -84,10 +84,18 @@ def test_tools_reach_the_template():
     assert render({"tools": [TOOL]}).startswith('[{"type": "function"')
 
 
-def test_names_the_row_that_the_template_refuses():
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+    ],
+)
+def test_names_the_row_that_the_template_refuses(template, why):
+    """A template that wants to reach Python itself too."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.chat_template = template
     renderer = ChatRenderer(tokenizer, Row(values={}, name="row 7 of `f`"), enable_thinking=None)
 
-    with pytest.raises(ValueError, match="can't render the messages in row 7 of `f`: no system role"):
+    with pytest.raises(ValueError, match=f"can't render the messages in row 7 of `f`: {why}"):
         renderer.render([{"role": "system", "content": "a"}], add_generation_prompt=False)

@@ -17,6 +17,9 @@ from verl_lightning.rewards.pool import RewardConfig, RewardPool, make_pool
 from verl_lightning.rewards.ray_pool import RayRewardPool, merge_results
 from verl_lightning.rewards.scoring import RewardResults
 
+NAMES = ("PATH", "RAY_RAYLET_PID")
+"""A basic variable, and one that Ray gives its workers."""
+
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 starts_ray = pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 
@@ -81,6 +84,21 @@ def test_processes_that_rewards_started_end_with_their_actor(joined_cluster, tmp
     assert len(started) == 4
     psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
     assert not any(psutil.pid_exists(pid) for pid in started)
+
+
+@pytest.mark.slow
+@starts_ray
+def test_actors_show_functions_what_they_may_see(joined_cluster):
+    """Of the environment of the node that they run on."""
+    seen = {}
+    for allowed in (None, []):
+        pool = RayRewardPool(config_of("sees", FUNCTIONS.parents[1] / "rewards", num_workers=1, environment=allowed))
+        pool.start()
+        names = [replace(sample, response=name) for sample, name in zip(make_samples(2), NAMES, strict=True)]
+        seen[allowed is None] = pool.score(names).rewards
+        pool.stop()
+
+    assert seen == {True: [1.0, 1.0], False: [1.0, 0.0]}
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def number(sample):
@@ -68,6 +69,23 @@ def spin_and_tell(sample):
 def hang_in_child(sample):
     """Has a child process hold the pipe named by the response open for ever."""
     subprocess.run(["sh", "-c", 'exec 3>"$0"; printf started >&3; sleep 1000', sample.response], check=True)
+
+
+def sees(sample):
+    """1 if it has the environment variable that the response names."""
+    return sample.response in os.environ
+
+
+def environments(sample):
+    """How many of its child, itself and its two supervisors have it."""
+    parents = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+    found = [Path(f"/proc/{pid}/environ").read_text() for pid in ("self", os.getppid(), parents)]
+    found.append(subprocess.check_output(["env"], text=True))
+    return sum(f"{sample.response}=sesame" in text for text in found)
+
+
+def takes_key(sample, key, others=()):
+    return key == "sesame" and others == [{"header": "sesame"}, "${MINE} as text", 3]
 
 
 def count_completions(completions, **columns):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import selectors
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_lightning.faults import RunError
 from verl_lightning.rewards.base import RewardSample
+from verl_lightning.rewards.environment import worker_environment
 from verl_lightning.rewards.process import WorkerProcess, stop_workers
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch, units_of
 from verl_lightning.rewards.wire import encode_line
@@ -20,6 +23,7 @@ from verl_lightning.rewards.wire import encode_line
 if TYPE_CHECKING:
     from verl_lightning.rewards.ray_pool import RayRewardPool
 
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _START_SECONDS = 300.0  # to import the function's module, which may load a model
 
 
@@ -32,7 +36,12 @@ class RewardConfig:
     import path ``package.module.function``, or a file ``path/to/file.py:function``."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function, the same for every sample."""
+    """Keyword arguments of the function, the same for every sample. They are saved and logged with the other settings;
+    ``${NAME}`` stands for the environment variable ``NAME``, whose value is not."""
+
+    environment: list[str] | None = None
+    """Names of the environment variables that the function may see, beside basic ones such as ``PATH`` and ``HOME``
+    (``verl_lightning.rewards.environment.BASICS``); null lets it see all."""
 
     num_workers: int = 2
     """Workers of each rank: processes, or Ray actors with one CPU each."""
@@ -56,6 +65,11 @@ class RewardConfig:
             raise ValueError(f"`timeout` must be a positive number of seconds, got {self.timeout}.")
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"`max_error_share` must be between 0 and 1, got {self.max_error_share}.")
+        if wrong := [name.partition("=")[0] for name in self.environment or () if not _VARIABLE.fullmatch(name)]:
+            raise ValueError(
+                "`environment` lists names of environment variables without their values, such as `OPENAI_API_KEY`; got"
+                f" `{wrong[0]}`."
+            )
         if self.backend not in ("processes", "ray"):
             raise ValueError(f"`backend` must be `processes` or `ray`, got {self.backend!r}.")
 
@@ -174,7 +188,8 @@ class RewardPool:
             "arguments": self.config.arguments,
             "sys_path": [str(path) for path in sys.path],
         }
-        return WorkerProcess(encode_line(first_line), start_timeout=_START_SECONDS)
+        environment = worker_environment(os.environ, self.config.environment)
+        return WorkerProcess(encode_line(first_line), environment=environment, start_timeout=_START_SECONDS)
 
     def _share_out(self, batch: ScoringBatch) -> None:
         for worker in self._workers:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,16 +40,17 @@ class WorkerProcess:
 
     Args:
         first_line: What the worker is to load, see ``verl_lightning.rewards.worker``.
+        environment: Its environment variables.
         start_timeout: Until it must have done so, in seconds.
     """
 
-    def __init__(self, first_line: bytes, *, start_timeout: float) -> None:
+    def __init__(self, first_line: bytes, *, environment: Mapping[str, str], start_timeout: float) -> None:
         self._process = SupervisedProcess(
             "verl_lightning.rewards.worker",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # the order of a set must not depend on the process
+            env={**environment, "PYTHONHASHSEED": "0"},  # the order of a set must not depend on the process
         )
         requests, answers = self._process.popen.stdin, self._process.popen.stdout
         assert requests is not None

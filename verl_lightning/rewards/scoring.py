@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from verl_lightning.rewards.base import RewardSample
@@ -71,7 +71,7 @@ class ScoringBatch:
         self.requests = [encode_samples(unit) for unit in units]
         self.sizes = [len(unit) for unit in units]
         self.num_samples = sum(self.sizes)
-        self._starts = [sum(self.sizes[:unit]) for unit in range(len(units))]
+        self._starts = list(accumulate(self.sizes, initial=0))
         self._num_workers = num_workers
         self._waiting = deque(range(len(units)))
         self._answers: dict[int, Mapping[str, Any]] = {}  # by the sample's position, as the following

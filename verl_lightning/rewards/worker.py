@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from verl_lightning.rewards.environment import resolve_references
 from verl_lightning.rewards.loading import load_reward_function
 from verl_lightning.rewards.returned import RewardMistakeError
 from verl_lightning.rewards.signatures import BoundReward
@@ -71,7 +72,8 @@ def load(start: dict[str, Any], pipes: Pipes) -> BoundReward:
     """The function that the pool names; ends the process if there is none."""
     sys.path.extend(path for path in start["sys_path"] if path not in sys.path)
     try:
-        function = load_reward_function(start["function"], start["arguments"])
+        arguments = resolve_references(start["arguments"], os.environ)
+        function = load_reward_function(start["function"], arguments)
     except ValueError as error:
         pipes.answer({"failed": str(error), "traceback": _traceback()})
         sys.exit()
