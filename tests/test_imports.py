@@ -18,9 +18,10 @@ CLI = {
     *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate", "saying"),
     *("preflight", "strict_yaml"),
 }
-BASE = {"functional"} | FACTS
+BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
-    "functional": set(),
+    "compat": set(),
+    "functional": {"compat"},
     "algorithms": BASE,
     "deprecation": set(),
     "faults": set(),

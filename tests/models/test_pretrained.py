@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rollout.vllm_parts import make_vllm_engine
 from tests.runs import make_model_config
 from tests.strategies.tampering import Command
 from tests.tiny import ROOT
@@ -21,7 +22,6 @@ from verl_lightning.models.pretrained import ForeignCodeError, read_config, read
 from verl_lightning.models.scorer import build_scorer, build_skeleton
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
-from verl_lightning.rollout.vllm_residual import residual_options
 
 PRODUCT = ("verl_lightning", "strategies", "callbacks", "benchmarks", "examples")
 READERS = {"from_pretrained", "from_config", "from_hf_pretrained", "LLM"}
@@ -72,7 +72,7 @@ READS: dict[str, Callable[[Path], Any]] = {
     "critic": lambda folder: build_scorer(make_model_config(folder), "value", trainable=True),
     "skeleton": lambda folder: build_skeleton(make_model_config(folder), "policy", trainable=False),
     "stream": lambda folder: list(stream_scorer(make_model_config(folder), "policy", trainable=True)),
-    "vllm": lambda folder: residual_options(str(folder)),
+    "vllm": lambda folder: make_vllm_engine(folder)._llm_options(),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ from verl_lightning.callbacks.vllm_rollout import (
 )
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
-from verl_lightning.rollout.vllm import import_before_weights, launcher
+from verl_lightning.rollout.vllm import launcher
 from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
 
 
@@ -166,14 +165,3 @@ def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_
 
     with pytest.raises(MisconfigurationException, match=r"needs vLLM.*No module named 'vllm'.*HFRollout"):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
-
-
-def test_flashinfer_is_there_before_the_weights(tmp_path, monkeypatch):
-    """It makes a table as it is imported, on the device that is torch's default then; vLLM's while it makes weights."""
-    (tmp_path / "flashinfer.py").write_text("import torch\ntable = torch.zeros(16)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-
-    import_before_weights()
-
-    assert sys.modules.pop("flashinfer").table.device.type == "cpu"

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_engine, weights_of, write_sharp_folder
+from verl_lightning.compat.vllm import repack_output_heads
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.vllm import repack_output_heads
 from verl_lightning.rollout.weight_transfer import (
     GPUSender,
     choose_transfer,

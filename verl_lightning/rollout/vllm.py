@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import importlib.util
 import os
 import time
 import warnings
@@ -22,13 +21,23 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 
+from verl_lightning.compat.vllm import (
+    LORA_RANKS,
+    guide_complaints,
+    import_before_weights,
+    import_in_process,
+    register_float32_residual,
+    repack_output_heads,
+    residual_options,
+    thread_setter_kept,
+)
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
-from verl_lightning.rollout.vllm_residual import register_float32_residual, residual_options
 from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.types import Rollout
 
@@ -37,9 +46,6 @@ CPU_CACHE_BYTES = 2**30
 
 STUCK_SECONDS = 120.0
 """How long after its deadline a call of vLLM counts as stuck; more than a parent's patience with a child."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks of adapters that vLLM can be told."""
 
 
 class VLLMEngine:
@@ -77,10 +83,8 @@ class VLLMEngine:
         register_float32_residual()
         self._device = device
         self._owns_process_group = not dist.is_initialized()
-        set_num_threads = torch.set_num_threads
-        with isolate_rng():
+        with isolate_rng(), thread_setter_kept():
             self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
-        torch.set_num_threads = set_num_threads  # vLLM replaces it on CPUs, for the whole process
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones."""
@@ -245,11 +249,12 @@ class VLLMEngine:
             else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         )
         sources = memory | self._weights_options()
+        model_type = read_config(self.config.path).model_type
         return sources | {
             "dtype": self.config.dtype,
             # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
-            "additional_config": {} if self._has_draft_model else residual_options(self.config.path),
+            "additional_config": {} if self._has_draft_model else residual_options(model_type),
             "max_model_len": self.config.max_model_len,
             "enforce_eager": self.config.enforce_eager,
             "logprobs_mode": self.config.log_probs_mode,
@@ -353,24 +358,14 @@ def structured_outputs(guide: Guide) -> Any:
 
 
 def check_guide(key: str, guide: Guide) -> None:
-    """Refuse a form that neither of the two back ends understands, one of which vLLM would choose by itself.
-
-    Through functions that vLLM 0.26 to 0.32 calls for each request, when its engine runs;
-    `test_a_guide_that_vllm_does_not_understand_is_refused` watches them.
+    """Refuse a form that neither of vLLM's two back ends understands.
 
     Raises:
         ValueError: With what they say.
     """
-    options = importlib.import_module("vllm").SamplingParams(structured_outputs=structured_outputs(guide))
-    reasons = []
-    for name in ("xgrammar", "guidance"):
-        backend = importlib.import_module(f"vllm.v1.structured_output.backend_{name}")
-        try:
-            getattr(backend, f"validate_{name}_grammar")(options)
-        except ValueError as error:
-            reasons.append(f"{name}: {error}")
-        else:
-            return
+    reasons = guide_complaints(structured_outputs(guide))
+    if not reasons:
+        return
     [(field, value)] = [pair for pair in dataclasses.asdict(guide).items() if pair[1]]
     raise ValueError(f"`{key}.{field}` is nothing that vLLM can guide by, got {value!r}. " + " ".join(reasons))
 
@@ -394,10 +389,8 @@ def import_vllm() -> Any:
     Raises:
         MisconfigurationException: If it can't be imported.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no argument of `LLM` says it
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of what is as it should be
     try:
-        return importlib.import_module("vllm")
+        return import_in_process()
     except ImportError as error:
         raise MisconfigurationException(no_vllm(str(error))) from error
 
@@ -410,24 +403,6 @@ def check_vllm() -> None:
     """
     if (complaint := missing_vllm()) is not None:
         raise MisconfigurationException(complaint)
-
-
-def import_before_weights() -> None:
-    """Import what vLLM (seen in 0.26) imports while it allocates weights on a GPU.
-
-    FlashInfer makes a table on torch's default device as it is imported. Among the weights, sleep would wipe it, and
-    it would outlive the engine: vLLM then starts no other in the process.
-    """
-    if importlib.util.find_spec("flashinfer") is not None:
-        importlib.import_module("flashinfer")
-
-
-def repack_output_heads(model: nn.Module) -> None:
-    """Have a CPU's output head follow the embedding that it is tied to: vLLM computes it from a packed copy."""
-    layers: Iterable[Any] = model.modules()
-    for layer in layers:
-        if type(layer).__name__ == "ParallelLMHead":
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 def launcher(device: torch.device) -> Literal["external_launcher"] | None:
