@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from verl_lightning.compat.patching import replaced
 from verl_lightning.models.digests import DamagedFileError, DigestedFile, check_file, crcs_of, digest_of
 from verl_lightning.strategies.plain_pickle import plain_entry
 from verl_lightning.strategies.sealed_files import check_sealed, write_sealed
@@ -70,21 +71,6 @@ def items_digested(module: ModuleType) -> Iterator[None]:
 
     with replaced(module, "_write_item", digesting):
         yield
-
-
-@contextmanager
-def replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Within it a module calls our function by the name of one of its own.
-
-    Raises:
-        AttributeError: If the module has no such name.
-    """
-    own = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
 
 
 def write_settings(path: Path, settings: bytes) -> None:

@@ -81,7 +81,7 @@ BACK_ENDS = (
         without_dependencies="requirements/megatron-cpu-no-deps.txt",
         requirements="requirements/megatron-cpu.txt",
         constraints=None,
-        tests=("tests/strategies/megatron",),
+        tests=("tests/strategies/megatron", "tests/compat/test_megatron.py"),
     ),
 )
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_lightning.compat.megatron import adapter_as_one, item_writer, load_weights
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.models.lora import has_adapters, read_adapter
@@ -66,7 +65,7 @@ def save_folder(
     with atomic_folder(path) if is_writer else contextlib.nullcontext(path) as folder:
         names[0] = str(folder)
         dist.broadcast_object_list(names, 0)
-        with items_digested(import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")):
+        with items_digested(item_writer()):
             dist_checkpointing.save(tensors, names[0])
         if is_writer:
             write_settings(folder / SETTINGS_FILE, saved_bytes(checkpoint | {MAP_KEY: described}))
@@ -104,27 +103,10 @@ def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
     for index, piece in enumerate(model.pieces):
         trained = {f"{role}.{name}" for name, p in piece.named_parameters() if p.requires_grad}
         sharded: dict[str, Any] = piece.sharded_state_dict(prefix=f"{role}.", metadata=dict(FORMAT))  # type: ignore[operator]
-        states[f"model{index}"] = {name: _as_one(name, part) for name, part in sharded.items() if name in trained}
+        states[f"model{index}"] = {
+            name: adapter_as_one(name, part) for name, part in sharded.items() if name in trained
+        }
     return states
-
-
-def _as_one(name: str, part: Any) -> Any:
-    """An adapter's matrix as one tensor.
-
-    Megatron-Bridge 0.6 stores those beside `linear_fc1` in halves, as if each held a gate and an up-projection, though
-    each belongs to one of them: read by another number of tensor-parallel ranks, their rows would be in another order.
-    `test_adapters_go_on_with_other_tensor_parallel_ranks` fails where that is not mended.
-    """
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-    from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
-
-    if not isinstance(part, ShardedTensorFactory) or ".adapter." not in name:
-        return part
-    half: Any = part.build()[0]
-    layers = tuple((axis, half.global_offset[axis], half.global_shape[axis]) for axis in range(half.prepend_axis_num))
-    return make_tp_sharded_tensor_for_checkpoint(
-        part.data, part.key, replica_id=part.replica_id, prepend_offsets=layers
-    )
 
 
 def optimizer_state(role: str, optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool) -> Any:
@@ -203,8 +185,7 @@ def load_whole(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:
         state=_State(stored), config=model.bridge.hf_pretrained.config, model_name_or_path="a checkpoint"
     )
     pieces: list[nn.Module] = model.pieces
-    with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
-        model.bridge._model_bridge.load_weights_hf_to_megatron(source, pieces)
+    load_weights(model.bridge, source, pieces)
 
 
 class _State(dict[str, Tensor]):

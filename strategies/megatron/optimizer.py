@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from verl_lightning.compat.megatron import (
+    allocate_optimizer_state,
+    forget_rates,
+    keep_buckets_apart,
+    load_optimizer_part,
+)
 from verl_lightning.models.config import OptimConfig
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import ChainedOptimizer
-
-RATES = ("max_lr", "min_lr")
-"""What Megatron's own scheduler, which is not used, reads in a group of parameters. Megatron-Core 0.19 looks for groups
-in a checkpoint by them too, so that none would be found once the learning rate is another."""
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -76,11 +78,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def allocate_state(self) -> None:
         """Make Adam's state where no step has made it, as what a checkpoint is read into."""
         for part in self.inner.chained_optimizers:
-            if part.optimizer is None:
-                continue
-            part.init_state_fn(part.optimizer, part.config)
-            for slots in part.optimizer.state.values():
-                slots.setdefault("step", torch.tensor(0.0))
+            allocate_optimizer_state(part)
 
     def describe(self) -> dict[str, Any]:
         """AdamW's settings under torch's names, and the number of its steps, for checkpoints that others read."""
@@ -116,43 +114,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 " by `path`."
             )
         for part, own in pairs:
-            _load_part(part, own)
+            load_optimizer_part(part, own)
         self.param_groups[:] = self.inner.param_groups
-
-
-def keep_buckets_apart(part: Any) -> None:
-    """Have a distributed optimizer's tensors lie where its weights are looked for when a checkpoint is written.
-
-    Megatron-Core 0.19 joins the buckets of a buffer without the padding at their ends, but cuts weights out at places
-    that count it. Where a bucket is padded, all weights after it would be saved shifted: those of a last stage with a
-    tied embedding, which has a bucket of its own, or any after the first `ddp.bucket_size` of odd shapes.
-    `test_a_run_on_stages_is_resumed_to_the_last_bit` fails where that is not mended.
-
-    Args:
-        part: One of Megatron's optimizers.
-    """
-    join = part.get_parameter_state_dp_zero
-
-    def join_with_padding(**options: bool) -> Any:
-        state = join(**options)
-        for index, buffer in enumerate(part.buffers if state is not None else ()):
-            for tensors in state[index].values():
-                slots = {name: _with_padding(value, buffer) for name, value in tensors.items() if name in slot_names}
-                tensors.update(slots)
-        return state
-
-    slot_names = ("param", *part.optimizer_state_keys)
-    part.get_parameter_state_dp_zero = join_with_padding
-
-
-def _with_padding(joined: Tensor, buffer: Any) -> Tensor:
-    """A tensor of a whole buffer, from one of its buckets without what pads them."""
-    padded, start = joined.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + size] = joined[start : start + size]
-        start += size
-    return padded
 
 
 def _has_order_of(part: Any, state: Mapping[str, Any]) -> bool:
@@ -160,30 +123,6 @@ def _has_order_of(part: Any, state: Mapping[str, Any]) -> bool:
     weights = [weight for buffer in part.buffers for weight in buffer.param_index_map] if "param_state" in state else []
     own = [state["param_state"][index]["param"] for index in range(len(weights))]
     return all(torch.equal(copy.to(weight), weight) for copy, weight in zip(own, weights, strict=True))
-
-
-def _load_part(part: Any, state: dict[str, Any]) -> None:
-    """Take one optimizer's state, with a step for each weight where Adam is torch's.
-
-    Megatron-Core 0.19 hands all weights one tensor for it, in which torch's Adam counts, and looks for it among the
-    checkpoint's tensors, where it is not.
-    """
-    tensors = state.pop("param_state", None)
-    forget_rates(state.get("optimizer", state)["param_groups"])
-    part.load_state_dict(state)
-    slots_of_all = [slots for slots in part.optimizer.state.values() if "step" in slots]
-    steps = [slots.pop("step") for slots in slots_of_all]
-    if tensors is not None:
-        part.load_parameter_state_from_fully_reshardable(tensors)
-    for slots, step in zip(slots_of_all, steps, strict=True):
-        slots["step"] = step.clone() if isinstance(step, Tensor) else step
-
-
-def forget_rates(groups: list[dict[str, Any]]) -> None:
-    """Leave the learning rates out of what tells groups of parameters apart."""
-    for group in groups:
-        for name in RATES:
-            group.pop(name, None)
 
 
 def make_megatron_optimizer(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from verl_lightning.compat.megatron import progress_hidden, set_process_groups
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.library_errors import first_line
@@ -127,8 +126,6 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     Raises:
         ValueError: If an override is unknown or belongs to an option of its own.
     """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     provider = bridge.to_megatron_provider(load_weights=False)
     fields = provider_fields(config, settings, provider)
     if head == "value":
@@ -136,7 +133,7 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     for name, value in (fields | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    set_process_groups(provider)
     return provider
 
 
@@ -168,7 +165,7 @@ def build_chunks(bridge: AutoBridge, provider: GPTModelProvider, *, load: bool =
     """
     chunks = build_pieces(provider.provide, provider.virtual_pipeline_model_parallel_size or 1)
     if load:
-        with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
+        with progress_hidden():
             bridge.load_hf_weights(chunks)
     return chunks
 

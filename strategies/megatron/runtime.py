@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
-import logging
 import math
 import sys
-import types
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -18,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from verl_lightning.compat.megatron import all_process_groups, import_bridge_without_transformer_engine
 from verl_lightning.needs import missing_megatron
 from verl_lightning.strategies.megatron.config import ParallelSizes
 
@@ -39,47 +34,8 @@ def import_megatron() -> None:
         raise MisconfigurationException(complaint)
     has_te = has_transformer_engine()
     if not has_te:
-        with warnings.catch_warnings(), _quiet_logs():
-            warnings.simplefilter("ignore")
-            _import_bridge_without_transformer_engine()
+        import_bridge_without_transformer_engine()
     rank_zero_info(f"Megatron-Core computes {'with' if has_te else 'without'} TransformerEngine.")
-
-
-def _import_bridge_without_transformer_engine() -> None:
-    """megatron-bridge 0.6 names TransformerEngine's classes while it is imported, though it can do without them.
-
-    `test_the_bridge_is_imported_without_transformer_engine` fails when that moves.
-    """
-    # First Megatron-Core, so that it knows that there is none.
-    import megatron.core.extensions.transformer_engine
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer
-
-    name = "transformer_engine"
-    package, inner = types.ModuleType(name), types.ModuleType(f"{name}.pytorch")
-    package.__dict__.update(__version__="0.0.0", __path__=[], pytorch=inner)
-    inner.__dict__["ops"] = types.SimpleNamespace(Sequential=object)
-    for module in (package, inner):
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
-    try:
-        import megatron.bridge
-    finally:
-        del sys.modules[package.__name__], sys.modules[inner.__name__]
-    import megatron.bridge.peft.utils
-
-    megatron.bridge.peft.utils.HAVE_TE = False
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Megatron-Bridge tells at length what it could not import."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def start_model_parallel(sizes: ParallelSizes, *, seed: int, timeout: timedelta) -> None:
@@ -115,15 +71,12 @@ def start_model_parallel(sizes: ParallelSizes, *, seed: int, timeout: timedelta)
 
 
 def stop_model_parallel() -> None:
-    """Give back Megatron's process groups, with their threads and memory, which its own function only forgets.
-
-    Through the list of them in Megatron-Core 0.19; `test_a_training_gives_its_process_groups_back` watches it.
-    """
+    """Give back Megatron's process groups, with their threads and memory, which its own function only forgets."""
     if "megatron.core" not in sys.modules:  # a run that failed since it is not installed has none
         return
     from megatron.core import parallel_state
 
-    groups = dict.fromkeys(parallel_state._global_process_group_list or ())
+    groups = all_process_groups()
     parallel_state.destroy_model_parallel()
     for group in groups:
         if group is not None and group in dist.distributed_c10d._world.pg_map:  # None: torch's own of all ranks

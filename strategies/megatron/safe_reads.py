@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from verl_lightning.compat.megatron import reading_by
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import check_weights
 from verl_lightning.strategies.fsdp_checkpoint import failures_told
-from verl_lightning.strategies.sharded_io import CheckedReader, replaced
-
-LOADERS = ("serialization", "strategies.torch")
-"""Modules of Megatron-Core 0.19's `dist_checkpointing` that get their reader from `_get_filesystem_reader`, a private
-function; by themselves they unpickle whatever they read. `test_tampered_folders_run_nothing` fails where that moves."""
+from verl_lightning.strategies.sharded_io import CheckedReader
 
 
 def load_parts(states: Any, reader: CheckedReader) -> dict[str, Any]:
@@ -34,6 +29,7 @@ def load_parts(states: Any, reader: CheckedReader) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     problem = None
     try:
+        check_only_ours(reader.folder)
         with reading_by(reader), failures_told():
             loaded = dist_checkpointing.load(states, str(reader.folder))
     except DamagedFileError as error:
@@ -70,17 +66,11 @@ def raise_together(problem: DamagedFileError | None) -> None:
             raise DamagedFileError(each.path, each.what) from problem
 
 
-@contextmanager
-def reading_by(reader: CheckedReader) -> Iterator[None]:
-    """Within it Megatron-Core reads a folder by our reader.
+def check_only_ours(folder: Path) -> None:
+    """See that a folder has no file that Megatron-Core reads, and this package does not write.
 
     Raises:
-        DamagedFileError: If there is a file that Megatron-Core reads, and this package does not write.
+        DamagedFileError: If there is one.
     """
-    if (common := reader.folder / "common.pt").exists():
+    if (common := folder / "common.pt").exists():
         raise DamagedFileError(common, "is no part of a checkpoint that `megatron` writes. Delete it.")
-    with ExitStack() as stack:
-        for name in LOADERS:
-            module = import_module(f"megatron.core.dist_checkpointing.{name}")
-            stack.enter_context(replaced(module, "_get_filesystem_reader", lambda *_, **__: reader))
-        yield

@@ -1,14 +1,12 @@
-"""What is imported of Megatron, and the one place that makes its settings of data parallelism."""
+"""The one place that makes Megatron's settings of data parallelism."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
 from verl_lightning.strategies.megatron.config import DataParallelConfig
 from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
-from verl_lightning.strategies.megatron.runtime import has_transformer_engine, import_megatron
+from verl_lightning.strategies.megatron.runtime import import_megatron
 
 pytestmark = pytest.mark.backend
 
@@ -18,17 +16,6 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 @pytest.fixture(autouse=True)
 def imported() -> None:
     import_megatron()
-
-
-@pytest.mark.skipif(has_transformer_engine(), reason="it is installed")
-def test_the_bridge_is_imported_without_transformer_engine():
-    """And knows that there is none, though its classes have been named."""
-    import megatron.bridge.peft.utils
-    import megatron.core.extensions.transformer_engine
-
-    assert "transformer_engine" not in sys.modules
-    assert not megatron.bridge.peft.utils.HAVE_TE
-    assert not megatron.core.extensions.transformer_engine.HAVE_TE
 
 
 def test_options_and_overrides_reach_megatrons_config():
