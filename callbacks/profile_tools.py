@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from verl_lightning.compat.torch import dump_memory_snapshot, record_memory_history
+
 ToolName = Literal["torch", "nsys", "memory"]
 
 NSYS_COMMAND = (
@@ -108,7 +110,7 @@ class MemoryTool(TorchTool):
         """Begin the history."""
         super().prepare()
         if self._has_history:
-            record_history(MAX_HISTORY)
+            record_memory_history(MAX_HISTORY)
 
     def stop(self, path: Path) -> list[Path]:
         """Write the trace, and the snapshot of this moment."""
@@ -119,13 +121,13 @@ class MemoryTool(TorchTool):
         if not self._has_history:
             return []
         file = path.with_name(path.name + ".pickle")
-        dump_snapshot(file)
+        dump_memory_snapshot(file)
         return [file]
 
     def finish(self) -> None:
         """End the history."""
         if self._has_history:
-            record_history(None)
+            record_memory_history(None)
 
 
 class NsysTool:
@@ -188,19 +190,3 @@ def make_tool(name: ToolName, device: torch.device) -> Tool:
 def is_under_nsys(environment: Mapping[str, str]) -> bool:
     """Whether Nsight Systems has started the process with this environment."""
     return any(environment.get(name) for name in NSYS_VARIABLES)
-
-
-def record_history(max_entries: int | None) -> None:
-    """Begin to keep the history of GPU allocations with their Python stacks, or end it.
-
-    Through a name that torch's documentation gives to users in spite of its underscore, in torch 2.11 to 2.13.
-    """
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
-
-
-def dump_snapshot(path: Path) -> None:
-    """Write that history; like `record_history`, through a documented name with an underscore."""
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from verl_lightning.compat.torch import forget_gradient_scale, set_gradient_scale
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
@@ -271,32 +272,6 @@ class PostTrainingStrategy:
 def with_gradient(optimizer: torch.optim.Optimizer | LightningOptimizer) -> list[nn.Parameter]:
     """The parameters of an optimizer that have a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def set_gradient_scale(optimizer: torch.optim.Optimizer, *, factor: Tensor, skips: Tensor) -> None:
-    """Tell a fused optimizer what to multiply its gradients by in its next step, or to change nothing at all.
-
-    Through the attributes by which `torch.amp.GradScaler` tells it the same, in torch 2.11 to 2.13;
-    `test_a_fused_optimizer_scales_and_skips` watches them.
-
-    Raises:
-        TypeError: If the optimizer is not fused.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise TypeError(
-            f"`{type(optimizer).__name__}` cannot scale gradients while it steps. Give it `fused=True`, or make it with"
-            " the strategy's `make_optimizer`."
-        )
-    factors: Any = optimizer
-    factors.grad_scale = torch.where(skips, 1.0, 1.0 / factor).float()  # what it divides by
-    factors.found_inf = skips.float()
-
-
-def forget_gradient_scale(optimizer: torch.optim.Optimizer, *step_arguments: Any) -> None:
-    """Take back what `set_gradient_scale` said: a hook for after each step."""
-    del step_arguments
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config
 
 _RECOMPILE_LIMIT = 32
 """Graphs of one block that torch may keep: with and without gradient, shapes of training and of evaluation."""
@@ -21,7 +22,7 @@ def compile_block(block: nn.Module) -> None:
     Args:
         block: A transformer layer, called with hidden states first.
     """
-    torch._dynamo.config.recompile_limit = max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    config.recompile_limit = max(_RECOMPILE_LIMIT, config.recompile_limit)
     forward = block.forward
     of_one_shape, of_any_shape = torch.compile(forward), torch.compile(forward, dynamic=True)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
+from verl_lightning.compat.torch import LocalAdamW
 from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import transformer_blocks
@@ -52,7 +53,6 @@ from verl_lightning.strategies.fsdp_shard import (
     receive_weights,
     shard,
 )
-from verl_lightning.strategies.local_adamw import LocalAdamW
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from verl_lightning.compat.torch import load_alone
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder
 from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
@@ -144,9 +144,8 @@ def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
         DamagedFileError: If a file is not as it was written.
     """
     tensors: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     with failures_told():
-        _load_state_dict(tensors, storage_reader=CheckedReader(path / SETTINGS_FILE), planner=planner, no_dist=True)
+        load_alone(CheckedReader(path / SETTINGS_FILE), tensors)
     count = sum(key.startswith("optimizer_") for key in tensors)
     optimizers = [_by_index(tensors[f"optimizer_{index}"]) for index in range(count)]
     return load_settings(path / SETTINGS_FILE, weights_only=weights_only) | {

@@ -109,7 +109,7 @@ def receive_weights(
             missing.pop(id(parameters[name]), None)
         else:
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = value
+            setattr(model.get_submodule(owner), leaf, value)
     check_none_missing(path, missing.values())
 
 

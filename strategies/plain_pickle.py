@@ -1,7 +1,6 @@
 """Reads pickles as descriptions: of what a pickle names, nothing is imported, called or changed.
 
-The one unpickler for sharded checkpoints, whichever strategy wrote them. The lists of what such files name were read
-from what torch 2.11 to 2.13 and Megatron-Core 0.19 write.
+The one unpickler for sharded checkpoints, whichever strategy wrote them.
 """
 
 from __future__ import annotations
@@ -13,35 +12,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from typing_extensions import override
 
+from verl_lightning.compat.torch import ENTRY_NAMES
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.torch_files import load_values
-
-DTYPES = frozenset(
-    ("torch", str(kind).removeprefix("torch.")) for kind in vars(torch).values() if isinstance(kind, torch.dtype)
-)
-
-METADATA_NAMES = DTYPES | {
-    *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *(("torch.distributed.checkpoint.metadata", f"{name}StorageMetadata") for name in ("Tensor", "Bytes", "Chunk")),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-}
-"""What the `.metadata` of a folder names."""
-
-ENTRY_NAMES = {
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("collections", "OrderedDict"),
-    *(("torch", f"{kind}Storage") for kind in ("Float", "Double", "Half", "BFloat16")),
-    *(("torch", f"{kind}Storage") for kind in ("Long", "Int", "Short", "Char", "Byte", "Bool")),
-}
-"""What entries name: a tensor, or tensors among plain values."""
 
 UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError),

@@ -7,7 +7,6 @@ is used before.
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 from collections import defaultdict
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from verl_lightning.compat.patching import replaced
+from verl_lightning.compat.torch import item_writer_replaced
 from verl_lightning.models.digests import DamagedFileError, DigestedFile, check_file, crcs_of, digest_of
 from verl_lightning.strategies.plain_pickle import plain_entry
 from verl_lightning.strategies.sealed_files import check_sealed, write_sealed
@@ -54,22 +53,19 @@ class DigestingWriter(FileSystemWriter):
 def items_digested(module: ModuleType) -> Iterator[None]:
     """Within it, a module that writes items tells their CRCs to the table of contents.
 
-    Replaces `_write_item`, a private function of torch 2.11 to 2.13 that Megatron-Core 0.19 uses too.
-    `test_each_item_has_a_crc` and its like for Megatron fail when it has another name or is not used.
-
     Args:
-        module: That calls it by this name.
+        module: That writes them by torch's function.
     """
-    write_item: Callable[..., WriteResult] = module._write_item
 
-    @functools.wraps(write_item)  # Megatron-Core looks at its signature
-    def digesting(transforms: Any, stream: IO[bytes], *args: Any, **kwargs: Any) -> WriteResult:
+    def digesting(
+        write_item: Callable[..., WriteResult], transforms: Any, stream: IO[bytes], *args: Any, **kwargs: Any
+    ) -> WriteResult:
         digested = DigestedFile(stream)
         result = write_item(transforms, digested, *args, **kwargs)
         setattr(result.storage_data, CRC_FIELD, digested.digest.crcs)
         return result
 
-    with replaced(module, "_write_item", digesting):
+    with item_writer_replaced(module, digesting):
         yield
 
 

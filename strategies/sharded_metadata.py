@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from verl_lightning.compat.torch import METADATA_NAMES, STORAGE_INFO, storage_info
 from verl_lightning.models.digests import DamagedFileError
-from verl_lightning.strategies.plain_pickle import METADATA_NAMES, Record, describe, guarded
+from verl_lightning.strategies.plain_pickle import Record, describe, guarded
 
 T = TypeVar("T")
 
@@ -84,12 +84,12 @@ def _index(index: Any) -> MetadataIndex:
     )
 
 
-def _place(place: Any) -> _StorageInfo:
-    fields = _fields(place, "_StorageInfo")
+def _place(place: Any) -> Any:
+    fields = _fields(place, STORAGE_INFO)
     name = _of(str, fields["relative_path"])
     if Path(name).name != name or not name.endswith(DATA_SUFFIX) or fields.get("transform_descriptors"):
         raise ValueError(f"`{name}` is no file of a checkpoint")
-    info = _StorageInfo(name, _count(fields["offset"]), _count(fields["length"]))
+    info = storage_info(name, _count(fields["offset"]), _count(fields["length"]))
     if (crcs := fields.get(CRC_FIELD)) is not None:
         setattr(info, CRC_FIELD, tuple(_count(crc) for crc in crcs))
     return info

@@ -6,7 +6,6 @@ them to our own names, which is all that is needed to take them apart on any mac
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
 
+from verl_lightning.compat.torch import load_alone
 from verl_lightning.strategies.fsdp_checkpoint import failures_told
 from verl_lightning.strategies.megatron.naming import Held, cut_weight, held_names
 from verl_lightning.strategies.megatron.weights import Experts
@@ -224,9 +223,8 @@ class _Folder:
         """One tensor, as its ranks have saved it together."""
         described = self.stored[key]
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
-        with warnings.catch_warnings(), failures_told():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load({key: tensor}, storage_reader=self._reader, no_dist=True)
+        with failures_told():
+            load_alone(self._reader, {key: tensor})
         return tensor
 
 

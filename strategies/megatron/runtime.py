@@ -13,6 +13,7 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from verl_lightning.compat.megatron import all_process_groups, import_bridge_without_transformer_engine
+from verl_lightning.compat.torch import is_running
 from verl_lightning.needs import missing_megatron
 from verl_lightning.strategies.megatron.config import ParallelSizes
 
@@ -79,5 +80,5 @@ def stop_model_parallel() -> None:
     groups = all_process_groups()
     parallel_state.destroy_model_parallel()
     for group in groups:
-        if group is not None and group in dist.distributed_c10d._world.pg_map:  # None: torch's own of all ranks
+        if group is not None and is_running(group):  # None: torch's own of all ranks
             dist.destroy_process_group(group)

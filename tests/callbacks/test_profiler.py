@@ -200,8 +200,8 @@ class RunsOutOfMemory(Callback):
 def test_a_snapshot_tells_of_exhausted_memory_in_any_step(tmp_path, tiny_folder, chat_file, monkeypatch):
     """The history and its snapshots are a GPU's; all else is real."""
     histories = []
-    monkeypatch.setattr(profile_tools, "record_history", histories.append)
-    monkeypatch.setattr(profile_tools, "dump_snapshot", lambda path: path.write_text("snapshot"))
+    monkeypatch.setattr(profile_tools, "record_memory_history", histories.append)
+    monkeypatch.setattr(profile_tools, "dump_memory_snapshot", lambda path: path.write_text("snapshot"))
     tool = MemoryTool(torch.device("cpu"))
     tool._has_history = True
     monkeypatch.setattr(profiler_file, "make_tool", lambda *_: tool)

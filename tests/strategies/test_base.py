@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from tests.processes import on_ranks
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tolerances import assert_near
+from verl_lightning.compat.torch import set_gradient_scale
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.strategies import STRATEGIES, as_contract
-from verl_lightning.strategies.base import blank, set_gradient_scale
+from verl_lightning.strategies.base import blank
 from verl_lightning.types import RowLength, TokenBatch
 
 

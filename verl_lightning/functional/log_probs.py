@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from verl_lightning.compat.torch import mark_static
+
 _CHUNK_NUMEL = 2**26
 """Logits per chunk: 256 MiB for each float32 temporary, few kernel launches."""
 
@@ -186,7 +188,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(logits: Tensor, *others: Any) -> Any:
         # All but the vocabulary: to find the row of each element, kernels divide by it, which is cheap by a constant.
-        torch._dynamo.mark_static(logits, logits.dim() - 1)
+        mark_static(logits, logits.dim() - 1)
         return compiled(logits, *others)
 
     return call

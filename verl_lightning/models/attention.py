@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from verl_lightning.compat.torch import varlen_options
 from verl_lightning.models.sequence_parallel import SequencePart
 
 VARLEN: Final = "varlen"
@@ -31,8 +32,7 @@ PACKS_BY_DEFAULT = frozenset(
 
 _sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
 
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Torch 2.12 and later want to be told of fewer key heads than query heads; 2.11 takes them unasked."""
+_GROUPED = varlen_options()
 
 _SCORE_CHANGES = {"softcap": "capped attention scores", "s_aux": "attention sinks"}
 

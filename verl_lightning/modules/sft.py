@@ -193,7 +193,8 @@ class SFTModule(PostTrainingModule):
         self._unit_tokens = self._step_tokens = None
         if self._clips_values:  # by Lightning, which must find the gradients as they are
             gradients = [p.grad for p in with_gradient(optimizer) if p.grad is not None]
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+            for gradient in gradients:
+                gradient.mul_(scale.to(gradient.device))
             norm = self.contract.prepare_step(optimizer, 0.0)
         else:
             norm = self.contract.prepare_step(optimizer, self._max_norm, scale=scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_lightning.compat.torch import view_of_read_only
 from verl_lightning.rollout.weight_transfer import chunks_on_host
 
 Stored = dict[str, tuple[torch.dtype, torch.Size, "np.ndarray[Any, np.dtype[np.uint8]]"]]
@@ -42,7 +42,4 @@ def as_bytes(weights: Mapping[str, Tensor]) -> Stored:
 def as_weights(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     """What `as_bytes` was given, as views of its arrays."""
     for name, (dtype, shape, array) in stored.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nobody writes to them
-            stored_bytes = torch.from_numpy(array)
-        yield name, stored_bytes.view(dtype).view(shape)
+        yield name, view_of_read_only(array).view(dtype).view(shape)

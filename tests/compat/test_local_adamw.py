@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from tests.processes import on_ranks
-from verl_lightning.strategies.base import set_gradient_scale
-from verl_lightning.strategies.local_adamw import LocalAdamW
+from verl_lightning.compat.torch import LocalAdamW, set_gradient_scale
 
 
 def stepped(optimizer_class):
