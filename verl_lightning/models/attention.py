@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from verl_lightning.compat.torch import varlen_options
+from verl_lightning.compat.transformers import attention_of, goes_through_attention_interface, has_state
 from verl_lightning.models.sequence_parallel import SequencePart
 
 VARLEN: Final = "varlen"
@@ -49,7 +50,7 @@ def has_varlen_kernel() -> bool:
     return torch.cuda.is_available() and torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def knows_boundaries(attention: str) -> bool:
+def knows_boundaries(attention: str | None) -> bool:
     """Whether a kernel spends nothing on pairs of tokens of different sequences; `sdpa` masks them instead."""
     return attention in (VARLEN, "flash_attention_2", "flex_attention")
 
@@ -58,14 +59,14 @@ def packing_obstacle(backbone: PreTrainedModel) -> str | None:
     """Why a model cannot score sequences packed in a row; None if it can."""
     config = backbone.config.get_text_config()
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if getattr(backbone, "_is_stateful", False) or unknown:
+    if has_state(backbone) or unknown:
         kinds = f" ({', '.join(sorted(unknown))})" if unknown else ""
         return f"its layers{kinds} would carry a state from one sequence to the next"
-    if not getattr(backbone, "_supports_attention_backend", False):
+    if not goes_through_attention_interface(backbone):
         return "it does not go through transformers' attention interface"
     if "position_ids" not in inspect.signature(backbone.base_model.forward).parameters:
         return "it takes no `position_ids`, so positions cannot restart"
-    if backbone.config._attn_implementation == VARLEN and getattr(config, "attn_logit_softcapping", None):
+    if attention_of(backbone) == VARLEN and getattr(config, "attn_logit_softcapping", None):
         return "the `varlen` kernel cannot cap attention logits; use `attn_implementation: flex_attention`"
     return None
 

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verl_lightning.compat.transformers import block_names
 from verl_lightning.models.config import ActivationCheckpointing
 
 
@@ -18,7 +19,7 @@ def transformer_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
     """
     blocks: list[nn.Module] = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
-        names = set(backbone._no_split_modules or ())
+        names = block_names(backbone)
         blocks = [module for module in backbone.modules() if type(module).__name__ in names]
     if not blocks:
         raise MisconfigurationException(

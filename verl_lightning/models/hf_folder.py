@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from verl_lightning.compat.transformers import weights_as_stored
 from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.weights import base_name
 
@@ -110,10 +110,10 @@ def stored_weights(backbone: PreTrainedModel, weights: Iterable[tuple[str, Tenso
     Fused weights are cut apart layer by layer, so that no more than one layer is held.
     """
     for _, layer in itertools.groupby(weights, key=lambda item: layer_of(item[0])):
-        yield from revert_weight_conversion(backbone, dict(layer)).items()
+        yield from weights_as_stored(backbone, dict(layer)).items()
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
     buffers = {base_name(name): b for name, b in backbone.state_dict().items() if name not in parameters}
-    yield from revert_weight_conversion(backbone, buffers).items()
+    yield from weights_as_stored(backbone, buffers).items()
 
 
 def layer_of(name: str) -> str:

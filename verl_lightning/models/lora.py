@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl_lightning.compat.peft import switch_adapters
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.digests import DamagedFileError, check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
@@ -40,7 +41,7 @@ UNSUPPORTED = (
 
 def has_adapters(backbone: nn.Module) -> bool:
     """Whether PEFT adapters were put into this model."""
-    return bool(getattr(backbone, "_hf_peft_config_loaded", False))
+    return hasattr(backbone, "peft_config")
 
 
 def add_adapters(
@@ -104,11 +105,11 @@ def adapters_off(backbone: PreTrainedModel) -> Iterator[None]:
     if not has_adapters(backbone):
         yield
         return
-    _switch_adapters(backbone, on=False)
+    switch_adapters(backbone, on=False)
     try:
         yield
     finally:
-        _switch_adapters(backbone, on=True)
+        switch_adapters(backbone, on=True)
 
 
 def peft_config(backbone: nn.Module) -> PeftLoraConfig:
@@ -285,13 +286,3 @@ def _check_untied(backbone: nn.Module, chosen: list[str], option: str) -> None:
                 f"`lora.{option}` names `{names[0]}`, whose weight is tied to `{min(tied - {names[0]})}`: training one"
                 " of them would untie them in silence. Leave it out."
             )
-
-
-def _switch_adapters(backbone: PreTrainedModel, *, on: bool) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    # Not transformers' `enable_adapters`: it leaves `modules_to_save` switched off.
-    for module in backbone.modules():
-        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-            module.enable_adapters(enabled=on)

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from verl_lightning.compat.transformers import asks_for_code
 from verl_lightning.models.digests import WEIGHTS_SUFFIX, check_folder
 
 AutoClass = type[AutoModel] | type[AutoModelForCausalLM]
@@ -151,8 +152,3 @@ def nothing_executed(path: str) -> Iterator[None]:
             f"`path: {path}` holds code that transformers would have to run (`auto_map` in its configuration). Code"
             " from model repositories is never executed: use a model that transformers has built in."
         ) from error
-
-
-def asks_for_code(error: ValueError) -> bool:
-    """Whether transformers needs code of a repository, by its words: it has no type for that."""
-    return "trust_remote_code" in str(error)

@@ -15,6 +15,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from verl_lightning.compat.transformers import attention_of
 from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.functional.log_probs import (
     log_probs_and_entropy,
@@ -108,7 +109,7 @@ class TokenScorer(nn.Module):
         hidden: Tensor | None
         if self.sequence_group is not None:
             packed = packed.shared_by(self.sequence_group, balances=output_head is not None)
-        inputs = packed.model_inputs(has_kernel=self.backbone.config._attn_implementation == VARLEN)
+        inputs = packed.model_inputs(has_kernel=attention_of(self.backbone) == VARLEN)
         if self.head == "value":
             hidden = packed.predicting(self.backbone(**inputs).last_hidden_state)
             return Scores(values=packed.unpack(self._values(hidden)))
@@ -293,7 +294,7 @@ def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
         )
     if packing != "auto":
         return packing == "always"
-    if not knows_boundaries(backbone.config._attn_implementation):
+    if not knows_boundaries(attention_of(backbone)):
         return False
     if obstacle is None and backbone.config.model_type not in PACKS_BY_DEFAULT:
         obstacle = UNTESTED

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from verl_lightning.compat.transformers import convert_weights
 from verl_lightning.models.hf_folder import layer_of
 from verl_lightning.models.torch_files import load_values, open_safetensors
 
@@ -58,20 +59,10 @@ def stream_weights(skeleton: PreTrainedModel, files: list[Path]) -> Iterator[dic
 
 
 def _convert(skeleton: PreTrainedModel, place: dict[str, Path]) -> dict[str, Tensor]:
-    """Some of the files' tensors under the model's names, in its types; those that it has no use for are left out.
-
-    Uses names of transformers 5.17 to 5.19 that are not exported; `test_files_are_read_as_from_pretrained_reads_them`
-    watches them.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
+    """Some of the files' tensors under the model's names, in its types; those that it has no use for are left out."""
     empty = dict(_tensors(skeleton))
-    mapping: list[Any] = list(get_model_conversion_mapping(skeleton))
-    options = LoadStateDictConfig(dtype=skeleton.dtype, weight_mapping=mapping)
     with _lazy(place) as stored, _no_progress_bar():
-        found, _ = convert_and_load_state_dict_in_model(skeleton, stored, options)
+        found = convert_weights(skeleton, stored)
     _check(found.mismatched_keys, found.conversion_errors)
     read = {name: tensor.detach() for name, tensor in _tensors(skeleton) if not tensor.is_meta}
     for name in read:

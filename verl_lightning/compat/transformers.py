@@ -1,0 +1,66 @@
+"""Names of transformers 5.16 to 5.19 that are private, or that it does not export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def attention_of(backbone: PreTrainedModel) -> str | None:
+    """Name of the attention kernel that a model uses, which only a private attribute of its config tells."""
+    name: str | None = backbone.config._attn_implementation
+    return name
+
+
+def has_state(backbone: PreTrainedModel) -> bool:
+    """Whether a model class says that its layers carry a state from token to token."""
+    return bool(getattr(backbone, "_is_stateful", False))
+
+
+def goes_through_attention_interface(backbone: PreTrainedModel) -> bool:
+    """Whether a model class says that it gets its attention kernel from `AttentionInterface`."""
+    return bool(getattr(backbone, "_supports_attention_backend", False))
+
+
+def block_names(backbone: PreTrainedModel) -> set[str]:
+    """Names of the classes of a model's blocks, as it says them for those who spread it over devices."""
+    return set(backbone._no_split_modules or ())
+
+
+def convert_weights(skeleton: PreTrainedModel, stored: dict[str, Any]) -> Any:
+    """Put what files hold into a model's weights, as `from_pretrained` does it, which takes whole files only.
+
+    `test_files_are_read_as_from_pretrained_reads_them` shows that it does the same.
+
+    Args:
+        skeleton: The model on the meta device, whose weights get memory as far as the files hold them.
+        stored: Tensors by the files' names, or slices of them to be read.
+
+    Returns:
+        What transformers tells of mismatched and failed weights.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: list[Any] = list(get_model_conversion_mapping(skeleton))
+    options = LoadStateDictConfig(dtype=skeleton.dtype, weight_mapping=mapping)
+    told, _ = convert_and_load_state_dict_in_model(skeleton, stored, options)
+    return told
+
+
+def weights_as_stored(backbone: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's weights under the names that files have, as `save_pretrained` writes them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored: dict[str, Tensor] = revert_weight_conversion(backbone, weights)
+    return stored
+
+
+def asks_for_code(error: ValueError) -> bool:
+    """Whether transformers needs code of a repository, by its words: it has no type for that."""
+    return "trust_remote_code" in str(error)
