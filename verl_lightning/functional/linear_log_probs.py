@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_lightning.functional.log_probs import _backward_chunk, _forward_chunk, _fused
+from verl_lightning.functional.log_probs import chunk_backward, chunk_forward, fused
 
 _CHUNK_NUMEL, _FUSED_CHUNK_NUMEL = 2**27, 5 * 2**26
 """Logits at a time: enough rows for fast matrix products. Fused kernels hold nothing else of their size."""
@@ -56,7 +56,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: tuple[float, bool, bool]
     ) -> tuple[Tensor, Tensor]:
         temperature, with_entropy, compiled = options
-        forward_chunk = _fused(_forward_chunk) if compiled else _forward_chunk
+        forward_chunk = fused(chunk_forward) if compiled else chunk_forward
         ids = labels.flatten()
         # Whole tensors of the labels' shape, no views: FSDP2 hangs its backward hooks on them.
         columns = [torch.empty(labels.shape, device=hidden.device) for _ in range(3)]
@@ -72,7 +72,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         temperature, with_entropy, compiled = ctx.options
-        backward_chunk: Callable[..., Tensor] = _fused(_backward_chunk) if compiled else _backward_chunk
+        backward_chunk: Callable[..., Tensor] = fused(chunk_backward) if compiled else chunk_backward
         hidden, weight = ctx.saved_tensors[:2]
         columns = [column.flatten() for column in (*ctx.saved_tensors[2:], *grads)]
         grad_hidden = torch.empty_like(hidden)

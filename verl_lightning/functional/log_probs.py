@@ -156,7 +156,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, compiled: bool
     ) -> tuple[Tensor, Tensor]:
-        forward_chunk = _fused(_forward_chunk) if compiled else _forward_chunk
+        forward_chunk = fused(chunk_forward) if compiled else chunk_forward
         parts = [
             forward_chunk(logits[:, chunk], labels[:, chunk], temperature, with_entropy)
             for chunk in _response_chunks(logits.shape, is_whole=compiled)
@@ -169,7 +169,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         temperature, with_entropy, compiled = ctx.options
-        backward_chunk: Callable[..., Tensor] = _fused(_backward_chunk) if compiled else _backward_chunk
+        backward_chunk: Callable[..., Tensor] = fused(chunk_backward) if compiled else chunk_backward
         logits = ctx.saved_tensors[0]
         rows = (*ctx.saved_tensors[1:], *grads)
         grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -182,7 +182,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 @functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of logits into kernels that keep no copy of them."""
     # Dynamic shapes: batches and responses of another size must not compile anew.
     compiled = torch.compile(function, dynamic=True)
 
@@ -206,9 +207,10 @@ def _scaled(values: Tensor, temperature: float) -> Tensor:
     return values if temperature == 1.0 else values / temperature
 
 
-def _forward_chunk(
+def chunk_forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the labels' log-probs, entropies and log-normalizers of a part of the rows."""
     scaled = _scaled(logits.float(), temperature)
     log_normalizer = scaled.logsumexp(dim=-1)
     log_probs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_normalizer
@@ -219,7 +221,7 @@ def _forward_chunk(
     return log_probs, torch.special.entr(probs).sum(dim=-1), log_normalizer
 
 
-def _backward_chunk(
+def chunk_backward(
     logits: Tensor,
     labels: Tensor,
     entropy: Tensor,
@@ -230,7 +232,10 @@ def _backward_chunk(
     with_entropy: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``."""
+    """Compute the gradient of a part of the logits.
+
+    ``dlog_prob/dz = onehot - p`` and ``dentropy/dz = -p * (log(p) + entropy)``, ``z = logits / temperature``.
+    """
     probs = (_scaled(logits.float(), temperature) - log_normalizer.unsqueeze(-1)).exp()
     grad = -probs * (grad_log_probs + grad_entropy * entropy).unsqueeze(-1)
     if with_entropy:
