@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -40,3 +42,11 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 ``sort4`` chats, a question and its answer each."""
     return write_chat_file(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def end_process_group() -> Iterator[None]:
+    """Leave no process group of a ``ddp`` run of one process to later tests, which Lightning would take for ranks."""
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

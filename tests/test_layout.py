@@ -115,7 +115,14 @@ def test_ruff_meets_each_file_once():
 
 def test_make_lets_python_keep_byte_code():
     """Images often forbid it; then each of many processes compiles all that it imports."""
-    words = ["make", "--silent", "--eval", 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"', "shown"]
+    words = [
+        "make",
+        "--silent",
+        "--no-print-directory",
+        "--eval",
+        'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"',
+        "shown",
+    ]
     shown = subprocess.run(
         words, cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, check=True
     )
