@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import SafetensorError
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import FolderCheckpoint
 from verl_lightning.faults import RunError
 from verl_lightning.models.digests import write_digests
 from verl_lightning.models.hf_folder import (
@@ -28,7 +28,7 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.weight_averaging import averaged_weights
 
 
-class HFCheckpoint(ModelCheckpoint):
+class HFCheckpoint(FolderCheckpoint):
     """Writes folders that `from_pretrained` loads: at chosen steps, at the best metric, and at the end of training.
 
     The folder ``last`` is written when training has ended; it exists only then. Others are named after ``filename``.
@@ -133,6 +133,7 @@ class HFCheckpoint(ModelCheckpoint):
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.write(trainer, self._folder / "last")
 
+    @override
     def write(self, trainer: Trainer, path: Path) -> None:
         """Write the model to a folder, in place of what is there. Collective.
 
@@ -185,20 +186,6 @@ class HFCheckpoint(ModelCheckpoint):
             )
         return model
 
-    # Private names of `ModelCheckpoint` in lightning>=2.6.4,<2.7. They are used below and nowhere else;
-    # `test_lightnings_private_names_are_still_there` fails when they move.
-
     @override
-    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        self.write(trainer, Path(filepath))
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = filepath
-
-    @override
-    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if trainer.is_global_zero:
-            remove_folder(Path(filepath))
-
-    @override
-    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        return set()  # `ckpt_path: last` must not find a folder that can't resume
+    def remove(self, path: Path) -> None:
+        remove_folder(path)

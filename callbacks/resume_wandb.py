@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from verl_lightning.faults import RunError
+from verl_lightning.compat.lightning import continue_wandb_run, last_checkpoints
 from verl_lightning.strategies.checkpoints import read_settings
 
 
@@ -40,7 +39,7 @@ class ResumeWandb(Callback):
         if logger is None or logger.version is not None or path is None:
             return
         if run_id := saved_callback_state(path, self.state_key).get("run_id"):
-            continue_run(logger, run_id)
+            continue_wandb_run(logger, run_id)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,30 +63,11 @@ class ResumeWandb(Callback):
 
 
 def last_checkpoint(trainer: Trainer) -> Path | None:
-    """What `ckpt_path: last` will find; None if there is nothing.
-
-    Calls a private method of Lightning 2.6's `ModelCheckpoint`, as Lightning does for `last`.
-    """
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    found = [Path(path) for callback in callbacks for path in callback._find_last_checkpoints(trainer)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """What `ckpt_path: last` will find; None if there is nothing."""
+    return max(last_checkpoints(trainer), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def saved_callback_state(path: Path, key: str) -> dict[str, Any]:
     """A callback's state in a checkpoint file or folder, read without loading the weights; empty if it has none."""
     state: dict[str, Any] = read_settings(path).get("callbacks", {}).get(key, {})
     return state
-
-
-def continue_run(logger: WandbLogger, run_id: str) -> None:
-    """Make a logger that has not logged yet go on with an earlier run.
-
-    Reaches into Lightning 2.6's `WandbLogger`, whose id can only be given to its constructor.
-
-    Raises:
-        RunError: If Lightning has changed these names.
-    """
-    if not hasattr(logger, "_wandb_init") or not hasattr(logger, "_id"):
-        raise RunError("`WandbLogger` of this Lightning version can't be given a run id; 2.6 is known to work.")
-    logger._wandb_init |= {"id": run_id, "resume": "allow"}
-    logger._id = run_id

@@ -8,7 +8,6 @@ from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from typing_extensions import override
 
 from verl_lightning.models.digests import DamagedFileError
@@ -27,7 +26,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None or not _is_local_file_protocol(str(path)):
+        if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         final = Path(path)
@@ -52,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not _is_local_file_protocol(str(path)):
+        if "://" in str(path):
             try:
                 return super().load_checkpoint(path, map_location, weights_only is not False)
             except OSError:

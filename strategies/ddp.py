@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import ddp_options
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelSize
@@ -90,6 +91,6 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
     def _wrapped(self, model: nn.Module) -> DistributedDataParallel:
         wrapper = self._roles[model]
         if wrapper is None:
-            wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True, **self._ddp_kwargs)
+            wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp_options(self))
             self._roles[model] = wrapper
         return wrapper

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import OpenModelParallelStrategy
 from verl_lightning.compat.torch import LocalAdamW
 from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
@@ -57,7 +57,7 @@ from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
 
-class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
+class FSDPStrategy(FSDPGroups, OpenModelParallelStrategy):
     """Every process holds a part of each weight and sees its share of the data; weights are gathered block by block.
 
     ``trainer.precision: bf16-mixed`` keeps weights in their own type, gathers them in bfloat16, computes under
@@ -83,6 +83,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     """
 
     adamw = LocalAdamW
+    _own_precision: Precision | None = None
     holds_whole_models = False
 
     def __init__(
@@ -116,7 +117,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin or Precision()
+        return self._own_precision or Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -125,7 +126,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
                 f"`fsdp` knows `trainer.precision` 32-true and bf16-mixed, got {plugin.precision}. For weights that are"
                 " stored in bfloat16, set the model's `dtype: bfloat16`."
             )
-        self._precision_plugin = plugin
+        self._own_precision = plugin
 
     @override
     def setup_environment(self) -> None:
@@ -138,7 +139,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
                 f" times `trainer.num_nodes` ({self.num_nodes}) is {world}. Make them equal, or set `devices: auto`."
             )
         self.check_world(world)
-        self._data_parallel_size, self._tensor_parallel_size = world, 1
+        self.set_mesh(data_parallel_size=world, tensor_parallel_size=1)
         super().setup_environment()
         self.start_groups(world)
         if self.async_save:
@@ -152,8 +153,7 @@ class FSDPStrategy(FSDPGroups, ModelParallelStrategy):
             check_links(trainer.checkpoint_callbacks)
 
     @override
-    def _get_process_group_backend(self) -> str:
-        backend = super()._get_process_group_backend()
+    def choose_backend(self, backend: str) -> str:
         # Norms of offloaded gradients are summed where they are: on the host.
         return "cpu:gloo,cuda:nccl" if self.cpu_offload and backend == "nccl" else backend
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pydoc
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallb
 from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
+from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
 from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
@@ -39,7 +38,6 @@ from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.needs import is_looked_up, missing_checkpoint, missing_strategy, no_data, no_gpu
 from verl_lightning.run_folders import (
     CONFIG_FILE,
-    chosen_version,
     last_checkpoint,
     run_folder,
     runs_folder,
@@ -69,9 +67,6 @@ SWITCHES: dict[str, type[Callback]] = {
 
 LAST = ("last", "auto")
 """Values of `--ckpt_path` that mean the newest run's checkpoint; `auto` begins anew where there is none."""
-
-MARKETING = ("litlogger", "litmodels")
-
 
 STRATEGY_CLASSES = {strategy.__name__: name for name, strategy in STRATEGIES.items()}
 """Names by class, as both are said."""
@@ -132,8 +127,8 @@ class CLI(LightningCLI):
             self._command = words[0] if words and words[0] in SUBCOMMANDS else SUBCOMMANDS[0]
         # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
         set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
-        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")  # Lightning 2.6 with torch 2.13
+        hide_marketing()
+        hide_treespec_warning()
         super().__init__(
             args=words if settings is None else settings,
             parser_class=Parser,
@@ -387,8 +382,3 @@ def check_checkpoint(parser: LightningArgumentParser, path: str | None, command:
         parser.error(f"`--ckpt_path {path}` {error.what}")
     except DamagedFileError as error:
         parser.error(str(error))
-
-
-def is_no_marketing(record: logging.LogRecord) -> bool:
-    """False for Lightning's tips to install its other products."""
-    return not any(product in record.getMessage() for product in MARKETING)

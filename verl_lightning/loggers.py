@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.core.saving import save_hparams_to_yaml
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import KeepingWriter, OwnWriterLogger, choose_version, chosen_version, next_version
 
-class ResumableCSVLogger(CSVLogger):
+
+class ResumableCSVLogger(OwnWriterLogger):
     """Writes ``save_dir/name/version_N/metrics.csv``, and goes on with that file when a run is resumed.
 
     Lightning's logger starts each run in a new folder, where ``ckpt_path: last`` finds nothing, and empties the file of
@@ -46,7 +46,7 @@ class ResumableCSVLogger(CSVLogger):
 
     def continue_run(self, version: int | str | None) -> None:
         """Logs into the folder of this run, whatever it holds."""
-        self._version = version
+        choose_version(self, version)
 
     @property
     @override
@@ -55,29 +55,23 @@ class ResumableCSVLogger(CSVLogger):
         self._take_folder()
         return super().version
 
-    @property
     @override
-    @rank_zero_experiment
-    def experiment(self) -> ExperimentWriter:
-        if not isinstance(self._experiment, ExperimentWriter):
-            self._experiment = WholeFileWriter(self.log_dir)
-            self._old_rows = read_rows(Path(self._experiment.metrics_file_path))
-            self._experiment.metrics_keys = sorted({name for row in self._old_rows for name in row})
-        return self._experiment
+    def make_writer(self) -> ExperimentWriter:
+        writer = WholeFileWriter(self.log_dir)
+        self._old_rows = read_rows(Path(writer.metrics_file_path))
+        writer.metrics_keys = sorted({name for row in self._old_rows for name in row})
+        return writer
 
     @rank_zero_only
     def _take_folder(self) -> None:
-        """Make the next free folder this run's own, also while other runs look for one.
-
-        Calls a private method of Lightning 2.6's `CSVLogger`, which looks for the number.
-        """
-        while self._version is None:
-            number = self._get_next_version()
+        """Make the next free folder this run's own, also while other runs look for one."""
+        while chosen_version(self) is None:
+            number = next_version(self)
             folder = Path(self.root_dir, f"version_{number}")
             folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):  # another run was faster
                 folder.mkdir()
-                self._version = number
+                choose_version(self, number)
 
     @override
     @rank_zero_only
@@ -90,23 +84,17 @@ class ResumableCSVLogger(CSVLogger):
         super().log_metrics(dict(metrics), step)
 
 
-class WholeFileWriter(ExperimentWriter):
+class WholeFileWriter(KeepingWriter):
     """Lightning's writer, but a kill at any moment leaves whole files; and it empties no folder that it is told to use.
-
-    Overrides private methods of lightning>=2.6.4,<2.7; `test_lightnings_private_names_are_still_there` watches them.
 
     Args:
         log_dir: Folder of the files.
     """
 
     @override
-    def _check_log_dir_exists(self) -> None:
-        """Does nothing: Lightning's deletes the metrics that are there."""
-
-    @override
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+    def rewrite(self, names: list[str]) -> None:
         path = Path(self.metrics_file_path)
-        write_rows(path, read_rows(path), fieldnames)
+        write_rows(path, read_rows(path), names)
 
     @override
     def log_hparams(self, params: dict[str, Any]) -> None:

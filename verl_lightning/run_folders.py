@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, WandbLogger
+
+from verl_lightning.compat.lightning import chosen_version
 
 CONFIG_FILE = "config.yaml"
 """File in a run's folder that tells a training run from an evaluation."""
@@ -38,15 +39,6 @@ def runs_folder(trainer: Trainer) -> str:
     if logger is None:
         return trainer.default_root_dir
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name))
-
-
-def chosen_version(logger: Logger | None) -> int | str | None:
-    """The run that the user has chosen for a logger; None where it begins a new one.
-
-    Asking Lightning 2.6's loggers of files for their version makes them choose one, hence the private name.
-    """
-    version = logger.version if isinstance(logger, WandbLogger) else getattr(logger, "_version", None)
-    return version if isinstance(version, int | str) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,8 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         ValueError: If a size does not fit.
     """
 
+    _own_precision: Precision | None = None
+
     def __init__(
         self,
         tensor_parallel_size: int = 1,
@@ -120,7 +122,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin or Precision()
+        return self._own_precision or Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -129,7 +131,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
                 f"`megatron` knows `trainer.precision` 32-true and bf16-mixed, got {plugin.precision}."
             )
         is_mixed = plugin is not None and plugin.precision == "bf16-mixed"
-        self._precision_plugin = MegatronPrecision() if is_mixed else plugin
+        self._own_precision = MegatronPrecision() if is_mixed else plugin
 
     @override
     def setup_environment(self) -> None:

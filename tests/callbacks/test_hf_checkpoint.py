@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
-import lightning
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -253,20 +251,6 @@ def test_state_keys_tell_callbacks_apart():
     ]
 
     assert len({callback.state_key for callback in callbacks}) == 4
-
-
-def test_lightnings_private_names_are_still_there():
-    """`HFCheckpoint` overrides or sets these in lightning>=2.6.4,<2.7; rename them there when Lightning does."""
-    signatures = {
-        "_save_checkpoint": ["self", "trainer", "filepath"],
-        "_remove_checkpoint": ["self", "trainer", "filepath"],
-        "_find_last_checkpoints": ["self", "trainer"],
-    }
-
-    assert tuple(map(int, lightning.__version__.split(".")[:2])) == (2, 6)
-    for name, parameters in signatures.items():
-        assert list(inspect.signature(getattr(ModelCheckpoint, name)).parameters) == parameters
-    assert {"_last_global_step_saved", "_last_checkpoint_saved"} <= vars(ModelCheckpoint()).keys()
 
 
 def test_resume_does_not_take_a_folder_for_a_checkpoint(tmp_path, tiny_folder, chat_file):

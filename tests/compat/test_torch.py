@@ -68,3 +68,15 @@ def test_a_view_of_an_array_that_is_not_written_to_is_made_in_silence():
     array = np.arange(3)
     array.flags.writeable = False
     assert_close(compat.view_of_read_only(array), torch.arange(3))
+
+
+def test_a_schedule_is_moved_and_keeps_its_rates():
+    weight = torch.nn.Parameter(torch.ones(1))
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([weight], lr=lr), lambda step: step) for lr in (1, 2)
+    ]
+    schedules[0].last_epoch = 5
+    compat.move_schedule(schedules[1], schedules[0].state_dict(), [10.0])
+    assert (schedules[1].last_epoch, schedules[1].base_lrs, schedules[1].get_last_lr()) == (5, [2], [10.0])
+    assert {"_step_count", "_last_lr"} <= schedules[0].state_dict().keys()
+    assert "Detected call of `lr_scheduler.step" in inspect.getsource(torch.optim.lr_scheduler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
@@ -108,10 +108,3 @@ def test_the_trainer_is_left_as_it_was(tmp_path, tiny_folder, prompt_file):
     fit(tmp_path, tiny_folder, prompt_file, Keep(), max_epochs=1, max_steps=-1, limit_train_batches=3)
 
     assert trainers[0].log_every_n_steps == 1
-
-
-def test_lightnings_private_names_are_still_there():
-    """`IterationCount` sets the first and reads the others."""
-    loop = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu").fit_loop
-    assert loop.epoch_loop._batches_that_stepped == 0
-    assert loop.epoch_loop.total_batch_idx == loop.epoch_loop.batch_idx == -1

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback
 
 from tests.resume.experiment import read_metrics
 from tests.runs import Recorder, make_chats, make_sft, make_trainer
+from verl_lightning.compat.lightning import update_logged
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.modules.step_log import hand_over, log_step
+from verl_lightning.modules.step_log import log_step
 
 
 class Logs(Callback):
@@ -62,7 +63,7 @@ class Sums(Callback):
 
     def on_train_batch_end(self, trainer, module, *_):
         one = torch.tensor(1.0)
-        assert not hand_over(module, "ones", one)
+        assert not update_logged(module, "ones", one)
         module.log("ones", one, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
 
 

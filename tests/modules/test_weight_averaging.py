@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import yaml
@@ -134,11 +132,3 @@ def test_averaging_that_cannot_be_right_is_refused(tmp_path, tiny_folder, chat_f
     with pytest.raises(MisconfigurationException, match=message):
         train(tmp_path, tiny_folder, chat_file, *callbacks, strategy=strategy)
     assert not MegatronStrategy.holds_whole_models
-
-
-def test_lightnings_private_names_are_still_there():
-    """`CompleteAveraging` and `averaged_weights` use these."""
-    averaging = WeightAveraging()
-    assert averaging._average_model is None
-    assert averaging._latest_update_step == 0
-    assert list(inspect.signature(averaging._swap_models).parameters) == ["pl_module"]

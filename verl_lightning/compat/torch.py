@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from verl_lightning.compat.patching import replaced
@@ -161,6 +162,23 @@ def forget_gradient_scale(optimizer: torch.optim.Optimizer, *step_arguments: Any
     del step_arguments
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
+
+
+def move_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float | Tensor]) -> None:
+    """Bring a schedule to the position of a saved one, and leave all else of it as it is.
+
+    Args:
+        schedule: Whose ``load_state_dict`` would take base learning rates too.
+        state: Of the saved one.
+        rates: Learning rates of the groups at that position.
+    """
+    schedule.last_epoch, schedule._step_count = state["last_epoch"], state["_step_count"]
+    schedule._last_lr = rates
+
+
+def hide_schedule_warning() -> None:
+    """Hide that a schedule moves before its optimizer: it counts iterations, and an actor waits for its critic."""
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
 class LocalAdamW(torch.optim.AdamW):

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import log_under_step
 from verl_lightning.data.loader import TrainLoader
 
 
@@ -19,7 +20,7 @@ class ResumeEpoch(Callback):
     an epoch's end, it logs each step under the next one's number.
 
     Rewrites the loops' state of lightning>=2.6.4,<2.7 before Lightning reads it, to what it would be just after the
-    last batch; `test_lightnings_private_names_are_still_there` watches the names.
+    last batch; `test_the_loops_state_has_the_names_that_are_rewritten` watches the names.
 
     Args:
         loader: The training rows.
@@ -46,7 +47,7 @@ class ResumeEpoch(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._resumes:
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step  # under which Lightning logs
+            log_under_step(trainer, trainer.global_step)
             self._resumes = False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,6 +17,8 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import hide_training_warnings
+from verl_lightning.compat.torch import hide_schedule_warning
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
@@ -105,13 +106,8 @@ class PostTrainingModule(LightningModule):
         self.policy_config = policy_config
         self.clock = PhaseClock()
         self._listeners: tuple[tuple[int, ...], tuple[list[PhaseListener], list[PhaseEndListener]]] | None = None
-        # Lightning 2.6 says at every save that manual optimization saves a state from before the update. It does
-        # not here: the update is over when `training_step` returns.
-        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
-        # Metrics of an evaluation are the same on all ranks before they are logged.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test|timing_s|perf)\b")
-        # A schedule counts iterations, and the actor takes no optimizer step while its critic warms up.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        hide_training_warnings()
+        hide_schedule_warning()
 
     @property
     def policy(self) -> TokenScorer:

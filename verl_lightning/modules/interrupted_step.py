@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import is_within_step, metrics_to_log, send_metrics, validates_next
+
 STEP_KEY = "interrupted_step"
 
 
@@ -17,8 +19,6 @@ class FinishInterruptedStep(Callback):
     validation that is due after it, and a resumed run goes on with the next step. So each such checkpoint keeps the
     metrics, and a run that resumes from it logs them again and validates first. Loggers get equal values for the same
     step twice if the first run was killed later.
-
-    Uses private names of lightning>=2.6.4,<2.7, which `test_lightnings_private_names_are_still_there` watches.
     """
 
     def __init__(self) -> None:
@@ -28,19 +28,13 @@ class FinishInterruptedStep(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        progress = loop.batch_progress.current
-        fetcher = trainer.fit_loop._data_fetcher
-        if not trainer.training or fetcher is None or progress.ready == progress.completed:
-            return  # between steps: nothing is outstanding
-        connector = trainer._logger_connector
-        is_logged = connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
-        metrics = {name: float(value) for name, value in connector.metrics["log"].items()} if is_logged else {}
+        if not is_within_step(trainer):
+            return  # nothing is outstanding
         checkpoint[STEP_KEY] = {
-            "metrics": metrics,
+            "metrics": metrics_to_log(trainer),
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "validates": loop._should_check_val_fx(fetcher),
+            "validates": validates_next(trainer),
         }
 
     @override
@@ -64,7 +58,7 @@ class FinishInterruptedStep(Callback):
         loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         resumed_epoch, epochs.completed = epochs.completed, step["epoch"]  # the step may have been its epoch's last
         if step["metrics"]:
-            trainer._logger_connector.log_metrics(step["metrics"])
+            send_metrics(trainer, step["metrics"])
         if step["validates"]:
             trainer.validating = True
             loop.val_loop.restarting = False  # else it would skip the batches of its last pass

@@ -6,6 +6,8 @@ import sys
 
 from lightning.pytorch import Trainer
 
+from verl_lightning.compat.lightning import log_under_step
+
 
 class IterationCount:
     """Has Lightning log and validate once an iteration, where it would after each batch.
@@ -13,8 +15,6 @@ class IterationCount:
     While an iteration gathers batches nothing is logged: its metrics would be those of the iteration before. An integer
     ``val_check_interval`` counts iterations. A share of an epoch still counts batches, but weights that have been
     validated are not validated again. Intervals of time are left alone.
-
-    Uses a private name of lightning>=2.6.4,<2.7, which `test_lightnings_private_names_are_still_there` watches.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class IterationCount:
             gathers: Whether the iteration needs more batches.
         """
         self._log(trainer, gathers=gathers)
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1  # Lightning adds 1 after the batch
+        log_under_step(trainer, trainer.global_step - 1)  # Lightning adds 1 after the batch
         if self._plan_validation(trainer, gathers=gathers, validated_step=self.validated_step):
             self.validated_step = trainer.global_step
 

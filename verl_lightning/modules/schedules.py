@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from verl_lightning.compat.torch import move_schedule
 from verl_lightning.models.config import OptimConfig
 
 SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -45,10 +46,10 @@ class ConfiguredSchedule(LambdaLR):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
         peaks = zip(self.base_lrs, self.lr_lambdas, strict=True)
-        self._last_lr = [peak * factor(self.last_epoch) for peak, factor in peaks]
-        for group, settings, lr in zip(self.optimizer.param_groups, self._settings, self._last_lr, strict=True):
+        rates = [peak * factor(state_dict["last_epoch"]) for peak, factor in peaks]
+        move_schedule(self, state_dict, rates)
+        for group, settings, lr in zip(self.optimizer.param_groups, self._settings, rates, strict=True):
             group.update(settings | {"lr": lr})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import hide_accumulation_warning
 from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric, MetricTable, masked_mean
@@ -76,8 +76,7 @@ class SFTModule(PostTrainingModule):
         self._rest: list[TokenBatch] = []  # its micro-batches that `backward` is to make
         self._accumulation: AccumulationPlan | None = None  # of the epoch before
         self._evaluation = MetricTable()
-        # Lightning's `GradientAccumulationScheduler` says that hooks of optimizer steps run at optimizer steps only.
-        warnings.filterwarnings("ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding")
+        hide_accumulation_warning()
 
     @property
     @override

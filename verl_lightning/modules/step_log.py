@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from verl_lightning.compat.lightning import update_logged
 from verl_lightning.metrics import Number
 
 
@@ -34,26 +35,5 @@ def log_step(
     """
     for name, value in metrics.items():
         number = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        if not hand_over(module, name, number):
+        if not update_logged(module, name, number):
             module.log(name, number, prog_bar=prog_bar, logger=logger, reduce_fx=reduce_fx, batch_size=1)
-
-
-def hand_over(module: LightningModule, name: str, value: Tensor) -> bool:
-    """Gives Lightning the next value of a metric that it knows; False where it must be asked to ``log``.
-
-    Through private names of Lightning 2.6. Not in the first batch of a loop, in which Lightning resets what it knows,
-    nor for what it sums up over an epoch.
-
-    Args:
-        module: Whose hook is running.
-        name: The metric's.
-        value: A floating point number.
-    """
-    results = module.trainer._results
-    key = f"{module._current_fx_name}.{name}"
-    if results is None or module.trainer._logger_connector._first_loop_iter is not False or key not in results:
-        return False
-    if results[key].meta.on_epoch or results.dataloader_idx is not None:
-        return False
-    results.update_metrics(key, value, 1)
-    return True

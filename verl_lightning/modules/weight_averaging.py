@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,13 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import (
+    average_of,
+    forget_average,
+    hide_averaging_warnings,
+    restart_averaging,
+    swap_average,
+)
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 
 CURRENT_KEY = "current_model_state"
@@ -28,8 +34,6 @@ class CompleteAveraging(Callback):
     Rounding makes the average of equal numbers another number, so what is not trained is copied from the module after
     each average. A test after a fit reads the checkpoint's averaged weights, as a validation does.
 
-    Uses private names of lightning>=2.6.4,<2.7, which `test_lightnings_private_names_are_still_there` watches.
-
     Args:
         averaging: The callback, which comes before this one.
     """
@@ -41,9 +45,9 @@ class CompleteAveraging(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._averaging._latest_update_step = 0  # that of another fit would keep this one from averaging
+            restart_averaging(self._averaging)
         else:
-            self._averaging._average_model = None  # else a checkpoint would bring the weights in training
+            forget_average(self._averaging)
 
     @override
     def on_train_batch_end(
@@ -59,9 +63,9 @@ class CompleteAveraging(Callback):
 
     @torch.no_grad()
     def _keep_frozen(self, module: LightningModule) -> None:
-        assert self._averaging._average_model is not None
-        averages = _tensors(self._averaging._average_model.module)
-        for average, current in zip(averages, _tensors(module), strict=True):
+        averaged = average_of(self._averaging)
+        assert averaged is not None
+        for average, current in zip(_tensors(averaged), _tensors(module), strict=True):
             if not current.requires_grad:
                 average.copy_(current)
 
@@ -74,14 +78,14 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 def averaged_weights(trainer: Trainer) -> Iterator[None]:
     """Within it the module holds the weights that are validated: averaged ones where a callback averages."""
     averaging = next(iter(averaging_callbacks(trainer)), None)
-    if averaging is None or averaging._average_model is None:
+    if averaging is None or average_of(averaging) is None:
         yield
         return
-    averaging._swap_models(trainer.lightning_module)
+    swap_average(averaging, trainer.lightning_module)
     try:
         yield
     finally:
-        averaging._swap_models(trainer.lightning_module)
+        swap_average(averaging, trainer.lightning_module)
 
 
 def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
@@ -112,9 +116,7 @@ def complete_averaging(trainer: Trainer, *, holds_whole_models: bool) -> list[Co
             f"{names[0]} copies whole models, but under `{type(trainer.strategy).__name__}` each process holds a part"
             " of the weights. Use `--strategy ddp`, or take the callback out."
         )
-    # Each rank averages whole models, nothing is sharded; and evaluations want the averaged weights alone.
-    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that overrides")
-    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback, but loading a checkpoint")
+    hide_averaging_warnings()
     return [CompleteAveraging(callback) for callback in found]
 
 

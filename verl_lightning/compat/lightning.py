@@ -1,0 +1,270 @@
+"""Private names and work-arounds of lightning>=2.6.4,<2.7; those of its command line are in `lightning_cli`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from typing_extensions import override
+
+MARKETING = ("litlogger", "litmodels")
+
+
+def hide_marketing() -> None:
+    """Keep Lightning from giving tips to install its other products."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
+
+
+def is_no_marketing(record: logging.LogRecord) -> bool:
+    """False for a tip."""
+    return not any(product in record.getMessage() for product in MARKETING)
+
+
+def hide_treespec_warning() -> None:
+    """Hide what torch 2.13 says of a class that Lightning uses."""
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
+
+
+def hide_training_warnings() -> None:
+    """Hide what Lightning says of all modules that train as ours do, and what does not hold for ours."""
+    # At every save, that manual optimization saves a state from before the update: ours is over when `training_step`
+    # returns.
+    warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+    # Metrics of an evaluation are the same on all ranks before they are logged.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test|timing_s|perf)\b")
+
+
+def hide_accumulation_warning() -> None:
+    """Hide what `GradientAccumulationScheduler` says to modules that expect its effect on hooks of optimizer steps."""
+    warnings.filterwarnings("ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding")
+
+
+def hide_averaging_warnings() -> None:
+    """Hide that models must not be sharded, as none is, and that an evaluation loads no weights in training."""
+    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that overrides")
+    warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback, but loading a checkpoint")
+
+
+def log_under_step(trainer: Trainer, step: int) -> None:
+    """Have loggers count from this number of optimizer steps; Lightning counts batches in which there was one."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def is_within_step(trainer: Trainer) -> bool:
+    """Whether a batch of training has begun, and not ended with its logging and validation."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return trainer.training and trainer.fit_loop._data_fetcher is not None and progress.ready != progress.completed
+
+
+def metrics_to_log(trainer: Trainer) -> dict[str, float]:
+    """What Lightning is going to send to loggers at the end of the batch; empty if nothing."""
+    connector = trainer._logger_connector
+    is_logged = connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
+    return {name: float(value) for name, value in connector.metrics["log"].items()} if is_logged else {}
+
+
+def send_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Send metrics to all loggers, with epoch and step, as Lightning does at the end of a batch."""
+    trainer._logger_connector.log_metrics(metrics)
+
+
+def validates_next(trainer: Trainer) -> bool:
+    """Whether a validation follows the batch in training."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None  # it is within a batch
+    return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def update_logged(module: LightningModule, name: str, value: Tensor) -> bool:
+    """Give Lightning the next value of a metric that it knows; False where it must be asked to ``log``.
+
+    Its ``log`` copies the whole description of a metric at each call. Not in the first batch of a loop, in which
+    Lightning resets what it knows, nor for what it sums up over an epoch.
+
+    Args:
+        module: Whose hook is running.
+        name: The metric's.
+        value: A floating point number.
+    """
+    results = module.trainer._results
+    key = f"{module._current_fx_name}.{name}"
+    if results is None or module.trainer._logger_connector._first_loop_iter is not False or key not in results:
+        return False
+    if results[key].meta.on_epoch or results.dataloader_idx is not None:
+        return False
+    results.update_metrics(key, value, 1)
+    return True
+
+
+def replace_sigterm(trainer: Trainer, hear: Callable[..., None], agree: Callable[[], None]) -> None:
+    """Take the place of Lightning's handling of SIGTERM.
+
+    Its handler begins a collective wherever the signal finds a process, in the middle of training's; and before each
+    batch the host waits until its device has done all its work.
+
+    Args:
+        trainer: Before it registers handlers.
+        hear: The handler of the signal.
+        agree: Called before each batch of training.
+    """
+    trainer._signal_connector._sigterm_notifier_fn = hear  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
+
+
+def restore_sigterm(trainer: Trainer) -> None:
+    """Take back `replace_sigterm`."""
+    for owner in (trainer._signal_connector, trainer.fit_loop.epoch_loop):
+        for name in ("_sigterm_notifier_fn", "_broadcast_sigterm_tensor"):
+            vars(owner).pop(name, None)  # over the methods of their classes
+
+
+def note_sigterm(trainer: Trainer) -> None:
+    """Have `Trainer.received_sigterm` be true."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def average_of(averaging: WeightAveraging) -> nn.Module | None:
+    """The copy of the module that holds averaged weights; None before a fit."""
+    average = averaging._average_model
+    return None if average is None else average.module
+
+
+def restart_averaging(averaging: WeightAveraging) -> None:
+    """Have a callback average from the first step of a fit, whatever an earlier fit has counted."""
+    averaging._latest_update_step = 0
+
+
+def forget_average(averaging: WeightAveraging) -> None:
+    """Have an evaluation take a checkpoint's averaged weights, as if there had been no fit."""
+    averaging._average_model = None
+
+
+def swap_average(averaging: WeightAveraging, module: LightningModule) -> None:
+    """Exchange the weights of a module and their average."""
+    averaging._swap_models(module)
+
+
+def saves_by_time(callback: ModelCheckpoint) -> bool:
+    """Whether a callback has a ``train_time_interval``."""
+    return callback._train_time_interval is not None
+
+
+def last_checkpoints(trainer: Trainer) -> list[Path]:
+    """The files that ``ckpt_path: last`` chooses among."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [Path(path) for callback in callbacks for path in callback._find_last_checkpoints(trainer)]
+
+
+class FolderCheckpoint(ModelCheckpoint):
+    """A `ModelCheckpoint` that writes something else than checkpoints: it can't be resumed from."""
+
+    def write(self, trainer: Trainer, path: Path) -> None:
+        """Write a folder. Collective."""
+        raise NotImplementedError
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder that was written."""
+        raise NotImplementedError
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self.write(trainer, Path(filepath))
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
+    @override
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if trainer.is_global_zero:
+            self.remove(Path(filepath))
+
+    @override
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        return set()
+
+
+def chosen_version(logger: Logger | None) -> int | str | None:
+    """The run that the user has chosen for a logger; None where it begins a new one.
+
+    Asking loggers of files for their version makes them choose one.
+    """
+    version = logger.version if isinstance(logger, WandbLogger) else getattr(logger, "_version", None)
+    return version if isinstance(version, int | str) else None
+
+
+def choose_version(logger: CSVLogger, version: int | str | None) -> None:
+    """Have a logger log into the folder of this run."""
+    logger._version = version
+
+
+def next_version(logger: CSVLogger) -> int:
+    """The number after those of the runs beside which a logger begins a new one."""
+    return logger._get_next_version()
+
+
+def continue_wandb_run(logger: WandbLogger, run_id: str) -> None:
+    """Make a logger that has not logged yet go on with an earlier run, whose id only its constructor takes."""
+    logger._wandb_init |= {"id": run_id, "resume": "allow"}
+    logger._id = run_id
+
+
+class OwnWriterLogger(CSVLogger):
+    """A `CSVLogger` with a writer of its own."""
+
+    def make_writer(self) -> ExperimentWriter:
+        """Called before the first metrics are logged, on the first rank."""
+        raise NotImplementedError
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        if not isinstance(self._experiment, ExperimentWriter):
+            self._experiment = self.make_writer()
+        return self._experiment
+
+
+class KeepingWriter(ExperimentWriter):
+    """A writer that leaves the metrics in its folder, which Lightning's deletes."""
+
+    def rewrite(self, names: list[str]) -> None:
+        """Write the rows that are there anew with more columns."""
+        raise NotImplementedError
+
+    @override
+    def _check_log_dir_exists(self) -> None:
+        """Does nothing: Lightning's deletes the metrics that are there."""
+
+    @override
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        self.rewrite(fieldnames)
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """Arguments of `DistributedDataParallel` that a strategy was made with."""
+    return dict(strategy._ddp_kwargs)
+
+
+class OpenModelParallelStrategy(ModelParallelStrategy):
+    """A `ModelParallelStrategy` that lets its subclasses decide what it keeps to itself."""
+
+    def set_mesh(self, *, data_parallel_size: int, tensor_parallel_size: int) -> None:
+        """Say how many ranks are in each group once that is known, before `setup_environment`."""
+        self._data_parallel_size, self._tensor_parallel_size = data_parallel_size, tensor_parallel_size
+
+    def choose_backend(self, backend: str) -> str:
+        """The backends of torch's process groups, from the one that Lightning has chosen for the device."""
+        return backend
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        return self.choose_backend(super()._get_process_group_backend())
