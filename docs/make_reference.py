@@ -23,6 +23,7 @@ from verl_lightning import callbacks, data, modules
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_parser
+from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.launch.options import LaunchOptions
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
@@ -56,8 +57,8 @@ def groups() -> dict[str, list[type]]:
 
 def options_of(owner: type) -> list[argparse.Action]:
     """The options that YAML may set on a class, fields of plain groups one by one."""
-    actions = class_parser(owner)._actions
-    return [action for action in actions if action.default != argparse.SUPPRESS and hasattr(action, "_typehint")]
+    actions = actions_of(class_parser(owner))
+    return [action for action in actions if action.default != argparse.SUPPRESS and type_of(action) is not None]
 
 
 def parts_of(hint: Any) -> Iterator[type]:
@@ -98,7 +99,7 @@ def table(owner: type) -> str:
     """The heading and options of a class."""
     first = (owner.__doc__ or "").strip().splitlines()[:1]
     rows = [
-        f"| `{action.dest}` | {type_text(action._typehint)} | {default_text(action)} |"  # type: ignore[attr-defined]
+        f"| `{action.dest}` | {type_text(type_of(action))} | {default_text(action)} |"
         f" {' '.join((action.help or '').replace('|', chr(92) + '|').split())} |"
         for action in options_of(owner)
     ]
@@ -112,7 +113,7 @@ def with_parts(owners: list[type], seen: set[type]) -> Iterator[type]:
         if owner not in seen:
             seen.add(owner)
             yield owner
-            inner = [part for action in options_of(owner) for part in parts_of(action._typehint)]  # type: ignore[attr-defined]
+            inner = [part for action in options_of(owner) for part in parts_of(type_of(action))]
             yield from with_parts(inner, seen)
 
 

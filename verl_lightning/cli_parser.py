@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from verl_lightning.cli import about_stray
 from verl_lightning.cli_errors import describe, did_you_mean, read_failure, readable_type
+from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
 from verl_lightning.saying import say_once
 from verl_lightning.strict_yaml import DuplicateKeyError, StrictLoader
@@ -108,14 +109,14 @@ class Parser(LightningArgumentParser):
             yield from (f"{key}.{name}" for name in class_keys(pydoc.locate(class_path)))
             return
         for parser in (self, *self.subcommand_parsers()):
-            yield from (action.dest for action in parser._actions)
+            yield from (action.dest for action in actions_of(parser))
             for group, base in parser.class_groups.items():
                 for choice in subclasses(base, package="verl_lightning"):
                     yield from (f"{group}.{name}" for name in class_keys(choice))
 
     def subcommand_parsers(self) -> list[Parser]:
         """The parsers of `fit` and so on; none if this is one of them."""
-        actions = [action for action in self._actions if isinstance(action, ActionSubCommands)]
+        actions = [action for action in actions_of(self) if isinstance(action, ActionSubCommands)]
         return [parser for action in actions for parser in (action.choices or {}).values()]
 
     def find_stray_groups(
@@ -142,13 +143,13 @@ class Parser(LightningArgumentParser):
                 yield from inner.find_stray_groups(settings, read.get("init_args", {}), "", f"{shown_key}.")
             elif key in (self.groups or {}):
                 yield from self.find_stray_groups(value, read or {}, f"{key}.", f"{shown_key}.")
-            elif key not in {action.dest for action in self._actions}:
+            elif key not in {action.dest for action in actions_of(self)}:
                 groups = [f"{shown.removesuffix(parent)}{group}" for group in self.groups or {}]
                 yield f"`{shown_key}` is not a group of settings.{did_you_mean(shown_key, groups)}"
 
     def parts_at(self, key: str) -> Iterator[type]:
         """Dataclasses that the setting at a key may be."""
-        hints = (getattr(action, "_typehint", None) for action in self._actions if action.dest == key)
+        hints = (type_of(action) for action in actions_of(self) if action.dest == key)
         parts = (part for hint in hints for part in (hint, *get_args(hint)))
         yield from (part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part))
 
@@ -159,8 +160,8 @@ class Parser(LightningArgumentParser):
             config: What was read.
             shown: Key of that part as the user wrote it, with a final dot.
         """
-        for action in self._actions:
-            hint, value = getattr(action, "_typehint", None), config.get(action.dest, ())
+        for action in actions_of(self):
+            hint, value = type_of(action), config.get(action.dest, ())
             key = f"{shown}{action.dest}"
             if value is None and action.default is not None and not may_be_null(hint):
                 yield f"`{key}`: expected {readable_type(str(hint))}, got null."
@@ -194,7 +195,7 @@ def class_parser(located: object) -> Parser:
 
 def class_keys(located: object) -> list[str]:
     """Dotted names of the settings of a class."""
-    return [action.dest for action in class_parser(located)._actions if action.dest != "help"]
+    return [action.dest for action in actions_of(class_parser(located)) if action.dest != "help"]
 
 
 def subclasses(base: type, package: str = "") -> Iterator[type]:

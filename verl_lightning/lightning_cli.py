@@ -30,6 +30,7 @@ from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli_errors import did_you_mean
 from verl_lightning.cli_parser import Parser, class_parser
 from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
+from verl_lightning.compat.lightning_cli import OpenCLI
 from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
@@ -108,7 +109,7 @@ class SaveConfig(SaveConfigCallback):
         filesystem.mv(draft, path)  # a kill leaves the settings that were there
 
 
-class CLI(LightningCLI):
+class CLI(OpenCLI):
     """Parses a command line or settings, builds their objects, and runs a subcommand.
 
     Args:
@@ -118,7 +119,7 @@ class CLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str] | Mapping[str, Any] | Namespace | None = None, *, run: bool = True) -> None:
-        self._runs = run
+        self.runs = run
         words, settings = sys.argv[1:] if args is None else [], None
         if isinstance(args, (Mapping, Namespace)):
             self._command, settings = split_settings(args)
@@ -160,7 +161,7 @@ class CLI(LightningCLI):
     ) -> None:
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         # Unpickling anything else than weights runs code that the checkpoint holds.
-        self._parser(self._command).set_defaults({"weights_only": True})
+        self.reader.set_defaults({"weights_only": True})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -171,15 +172,14 @@ class CLI(LightningCLI):
         for slot, base in CALLBACK_SLOTS.items():
             parser.add_subclass_arguments(base, slot, fail_untyped=False, required=False, help=slot_help(base))
         assert isinstance(parser, Parser)
+        self.reader = parser
         parser.class_groups = {"model": LightningModule, "data": LightningDataModule, **CALLBACK_SLOTS}
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        reader = self._parser(self._command)
-        assert isinstance(reader, Parser)
-        words, complaints = self._read(parser, reader, args)
+        words, complaints = self._read(parser, args)
         settings = self.config[self.config.subcommand]
-        for complaint in (*complaints, *reader.find_nulls(settings)):
+        for complaint in (*complaints, *self.reader.find_nulls(settings)):
             parser.error(complaint)
         strategy = settings.trainer.strategy
         if isinstance(strategy, str):
@@ -194,14 +194,14 @@ class CLI(LightningCLI):
         check_checkpoint(parser, settings.get("ckpt_path"), self._command)
 
     def _read(
-        self, parser: LightningArgumentParser, reader: Parser, args: Sequence[str] | dict[str, Any]
+        self, parser: LightningArgumentParser, args: Sequence[str] | dict[str, Any]
     ) -> tuple[list[str], Iterator[str]]:
         """Fills ``config``; returns the words of a command line, or complaints about settings that came without one."""
         try:
             if isinstance(args, dict):
                 written = renamed_settings(args)
                 self.config = parser.parse_object({"subcommand": self._command, self._command: written})
-                return [], reader.find_stray_groups(written, self.config[self._command])
+                return [], self.reader.find_stray_groups(written, self.config[self._command])
             words = list(renamed_flags(normalize_arguments(args)))
             self.config = parser.parse_args(words)
         except (FileNotFoundError, ValueError) as error:
@@ -209,37 +209,29 @@ class CLI(LightningCLI):
         return words, iter(())
 
     @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        if self._runs:
-            super()._run_subcommand(subcommand)
-
-    def _parse_ckpt_path(self) -> None:
-        """Does nothing: Lightning's reads the whole checkpoint to let its hyper-parameters win over the settings."""
-
-    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        trainer = self._get(self.config_init, "trainer")
+        trainer = self.built("trainer")
         callbacks = kwargs.pop("callbacks", trainer.get("callbacks")) or []
-        own = [self._get(self.config_init, slot) for slot in CALLBACK_SLOTS]
+        own = [self.built(slot) for slot in CALLBACK_SLOTS]
         others = callbacks if isinstance(callbacks, list) else [callbacks]
         check_gpu(trainer.accelerator)
         if trainer.strategy in STRATEGIES:
-            kwargs.setdefault("strategy", self._get(self.config_init, trainer.strategy))
-        register_strategies(ddp=dict(self._get(self.config, "ddp")))  # what `auto` takes for several devices
+            kwargs.setdefault("strategy", self.built(trainer.strategy))
+        register_strategies(ddp=dict(self.setting("ddp")))  # what `auto` takes for several devices
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
         try:
             made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
             self.parser.error(str(error))
         self._tell_of_unused_groups(made)
-        if self._get(self.config_init, "ckpt_path") in LAST:
+        if self.built("ckpt_path") in LAST:
             self._find_last_checkpoint(made)
         return made
 
     def before_fit(self) -> None:
         """Keeps other runs out, and lets a resumed run go on in its W&B run; Lightning opens that before any hook."""
         self._lock_folders()
-        path = self._get(self.config_init, "ckpt_path")
+        path = self.built("ckpt_path")
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeWandb) and path is not None:
                 callback.continue_from(self.trainer, path)
@@ -253,7 +245,7 @@ class CLI(LightningCLI):
         """Says which settings of other strategies wait for them; a file may well hold those of several."""
         chosen = next((name for name, kind in STRATEGIES.items() if type(trainer.strategy) is kind), "")
         for name in STRATEGIES.keys() - {chosen}:
-            group, defaults = self._get(self.config, name), class_parser(STRATEGIES[name]).get_defaults()
+            group, defaults = self.setting(name), class_parser(STRATEGIES[name]).get_defaults()
             changed = [f"`{name}.{key}`" for key, value in group.items() if value != defaults.get(key)]
             if changed:
                 used = chosen or type(trainer.strategy).__name__

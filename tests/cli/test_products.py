@@ -13,6 +13,7 @@ from tests.runs import make_settings
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_parser
+from verl_lightning.compat.jsonargparse import actions_of
 from verl_lightning.data import ChatDataModule, PromptDataModule
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import read_rows
@@ -42,7 +43,7 @@ def test_every_configuration_of_the_repository_parses(path):
 def test_every_option_is_explained(kind):
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     page = class_parser(kind)
-    silent = [action.dest for action in page._actions if not (action.help or "").strip()]
+    silent = [action.dest for action in actions_of(page) if not (action.help or "").strip()]
     assert silent == []
 
 

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.cli import LightningCLI
 
 from tests.cli.toy import BASE, ToyData, ToyModule, ToyRollout
 from verl_lightning.lightning_cli import CLI
@@ -118,9 +117,3 @@ def test_settings_of_another_run_are_replaced_with_a_word_where_runs_share_a_fol
         UserWarning, match=r"`runs/config\.yaml` is of another run.*`trainer\.default_root_dir` of its own"
     ):
         CLI(with_trainer(logger=False, max_steps=2))
-
-
-def test_lightnings_private_names_are_still_there():
-    """`CLI` keeps a run back by the first, and reads settings in the place of the others."""
-    for name in ("_run_subcommand", "_parse_ckpt_path", "_parser", "_get"):
-        assert callable(getattr(LightningCLI, name))

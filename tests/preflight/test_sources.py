@@ -16,6 +16,7 @@ from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli_parser import class_keys, subclasses
+from verl_lightning.compat.jsonargparse import actions_of
 from verl_lightning.lightning_cli import CALLBACK_SLOTS, SaveConfig
 from verl_lightning.preflight.groups import CHOICES, STRATEGIES, dotted, root_options
 from verl_lightning.preflight.reading import Reading
@@ -64,11 +65,11 @@ def test_options_of_lightnings_classes_are_those_of_the_parser_or_open(base):
 def test_the_top_knows_every_option_of_the_parser(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(BASE)
-    parser = ParsedCLI([command, "--config", "base.yaml"])._parser(command)
+    parser = ParsedCLI([command, "--config", "base.yaml"]).reader
 
     known = set(dotted(root_options(command)))
 
-    real = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
+    real = {action.dest for action in actions_of(parser) if not action.dest.endswith(".help")}
     groups = {name for name in real if any(other.startswith(f"{name}.") for other in real)}
     assert real - groups - known == set()
     assert known - real <= {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}

@@ -60,6 +60,29 @@ def log_under_step(trainer: Trainer, step: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
+def is_within_validation(loops: dict[str, Any]) -> bool:
+    """Whether a validation had begun and not ended when the loops were saved, which Lightning then finishes first."""
+    batches = loops["epoch_loop.val_loop.batch_progress"]["total"]
+    return bool(batches["ready"] == batches["started"] == batches["completed"] + 1 == batches["processed"] + 1)
+
+
+def count_from(loops: dict[str, Any], *, epoch: int, num_done: int) -> None:
+    """Set the loops' saved counters to those of a checkpoint that was saved by a callback at the end of a batch.
+
+    Args:
+        loops: State of the loops of `fit`; changed in place.
+        epoch: Finished epochs.
+        num_done: Batches of the epoch that are done.
+    """
+    begun = epoch + (num_done > 0)
+    for progress in loops["epoch_progress"].values():
+        progress.update(ready=begun, started=begun, processed=epoch, completed=epoch)
+    batches = loops["epoch_loop.batch_progress"]
+    for progress, count in ((batches["total"], batches["total"]["ready"]), (batches["current"], num_done)):
+        progress.update(ready=count, started=count, processed=count, completed=count - 1)
+    batches["is_last_batch"] = False
+
+
 def is_within_step(trainer: Trainer) -> bool:
     """Whether a batch of training has begun, and not ended with its logging and validation."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import log_under_step
+from verl_lightning.compat.lightning import count_from, is_within_validation, log_under_step
 from verl_lightning.data.loader import TrainLoader
 
 
@@ -18,9 +18,6 @@ class ResumeEpoch(Callback):
     Its own counters assume that an epoch has as many batches as before, and fewer save moments than there are: resumed
     at the end of an epoch with more batches than before, it runs through empty epochs; resumed after the validation at
     an epoch's end, it logs each step under the next one's number.
-
-    Rewrites the loops' state of lightning>=2.6.4,<2.7 before Lightning reads it, to what it would be just after the
-    last batch; `test_the_loops_state_has_the_names_that_are_rewritten` watches the names.
 
     Args:
         loader: The training rows.
@@ -49,26 +46,3 @@ class ResumeEpoch(Callback):
         if self._resumes:
             log_under_step(trainer, trainer.global_step)
             self._resumes = False
-
-
-def is_within_validation(loops: dict[str, Any]) -> bool:
-    """Whether a validation had begun and not ended when the loops were saved, which Lightning then finishes first."""
-    batches = loops["epoch_loop.val_loop.batch_progress"]["total"]
-    return bool(batches["ready"] == batches["started"] == batches["completed"] + 1 == batches["processed"] + 1)
-
-
-def count_from(loops: dict[str, Any], *, epoch: int, num_done: int) -> None:
-    """Set the counters to those of a checkpoint that was saved by a callback at the end of a batch.
-
-    Args:
-        loops: State of the loops of `fit`; changed in place.
-        epoch: Finished epochs.
-        num_done: Batches of the epoch that are done.
-    """
-    begun = epoch + (num_done > 0)
-    for progress in loops["epoch_progress"].values():
-        progress.update(ready=begun, started=begun, processed=epoch, completed=epoch)
-    batches = loops["epoch_loop.batch_progress"]
-    for progress, count in ((batches["total"], batches["total"]["ready"]), (batches["current"], num_done)):
-        progress.update(ready=count, started=count, processed=count, completed=count - 1)
-    batches["is_last_batch"] = False

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verl_lightning.compat.jsonargparse import actions_of
 from verl_lightning.ray.cluster import Demand
 
 DESCRIPTION = """\
@@ -68,7 +69,7 @@ def parse_launch(argv: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
         ValueError: If an option has a bad value, stands too late, or no words for ``verl-fit`` follow.
     """
     parser = _make_parser()
-    known = {flag for action in parser._actions for flag in action.option_strings}
+    known = {flag for action in actions_of(parser) for flag in action.option_strings}
     end = 0
     while end < len(argv) and (flag := argv[end].partition("="))[0] in known:
         end += 1 if flag[1] or flag[0] in ("-h", "--help") else 2

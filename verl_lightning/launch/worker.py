@@ -39,7 +39,7 @@ class WorkerCLI(CLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        logger = self._get(self.config_init, "trainer").logger
+        logger = self.built("trainer").logger
         restart_of = self._task.restart_of
         if restart_of is not None and isinstance(logger, ResumableCSVLogger):
             logger.continue_run(restart_of.log_version)
