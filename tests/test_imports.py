@@ -29,7 +29,7 @@ ALLOWED = {
     "types": set(),
     "metrics": {"faults"},
     "ranges": set(),
-    "run_folders": set(),
+    "run_folders": {"compat"},
     "seeding": set(),
     "supervisor": set(),
     "data": BASE,
