@@ -127,3 +127,86 @@ def test_reading_a_configuration_loads_no_optional_package():
 
     assert "class_path: verl_lightning.modules" in shown
     assert shown.endswith("\n[]\n")
+
+
+DOCUMENTED = {"_exit", "_replace", "_thread"}
+"""Names that Python's own documentation has: of `os`, of named tuples, and of a module."""
+
+FILTERS = {"filterwarnings", "simplefilter", "catch_warnings", "addFilter", "disable"}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}
+FOLDERS = (PACKAGE, ROOT / "strategies", ROOT / "callbacks")
+FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py") if PACKAGE / "compat" not in file.parents)
+TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name.isidentifier()
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a file or class gives to functions, classes, variables and attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            yield node.attr
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether an expression is the object or class at work."""
+    return ast.unparse(value) in ("self", "cls", "super()", "type(self)")
+
+
+OURS = {name for tree in TREES.values() for name in defined(tree)}
+
+
+def uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of what belongs into `compat`."""
+    in_file, modules = set(defined(tree)), {name for name in module_names(tree) if name != "sys"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name) if is_private(name) and name not in DOCUMENTED:
+                if name not in (OURS if is_own(value) else in_file):
+                    yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=name), *_]) if function in BY_NAME:
+                if is_private(name) and name not in in_file:
+                    yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Attribute(attr=name)) if name in FILTERS:
+                yield node.lineno, ast.unparse(node)
+            case ast.Attribute(value=ast.Name(id=module), ctx=ast.Store() | ast.Del()) if module in modules:
+                yield node.lineno, ast.unparse(node)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                path = [*(getattr(node, "module", None) or "").split("."), *(alias.name for alias in names)]
+                if any(is_private(part) and part not in DOCUMENTED for name in path for part in name.split(".")):
+                    yield node.lineno, ast.unparse(node)
+
+
+def module_names(tree: ast.Module) -> Iterator[str]:
+    """What `import` binds in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+def test_no_room_uses_private_names_of_other_packages():
+    """Nor does any filter their warnings, or patch them: that belongs into `verl_lightning/compat`."""
+    assert {file: found for file, tree in TREES.items() if (found := list(uses(tree)))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainer._results",
+        "self._trainer_of_lightning",
+        "from torch.nn import _reduction",
+        "from torch._utils import annotate",
+        "import torch._dynamo.config",
+        "getattr(backbone, '_is_stateful', False)",
+        "warnings.filterwarnings('ignore')",
+        "import torch\ntorch.set_num_threads = print",
+    ],
+)
+def test_each_kind_of_private_use_is_found_in_a_room(line):
+    assert len(list(uses(ast.parse(line)))) == 1
