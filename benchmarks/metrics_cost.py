@@ -38,8 +38,8 @@ from tests.tiny import quickstart, tiny_tokenizer, write_chat_file, write_prompt
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules import PPOModule, base, batch_phases, sft
-from verl_lightning.modules.batch_phases import BatchPhases
 from verl_lightning.modules.ppo_config import UpdateConfig
+from verl_lightning.telemetry.batch_phases import BatchPhases
 
 WARM_UP = 2
 """First steps, which are not counted."""

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.size import model_size
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.memory_plan import MemoryPlan, amount, memory_plan
+from verl_lightning.telemetry.memory_plan import MemoryPlan, amount, memory_plan
 
 MOST = 0.9
 """Of a GPU that an engine has for itself, and the most that it is ever lent; the rest is for its activations' peaks."""

@@ -21,9 +21,9 @@ from typing_extensions import override
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, summary_table, timeline_page
 from verl_lightning.callbacks.profile_tools import Tool, ToolName, make_tool
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.phases import SAVE_CHECKPOINT, CheckpointClock, Moment, Span, users_profiler
 from verl_lightning.ranges import named_range
 from verl_lightning.run_folders import shared_run_folder
+from verl_lightning.telemetry.phases import SAVE_CHECKPOINT, CheckpointClock, Moment, Span, users_profiler
 
 
 @dataclass(frozen=True, kw_only=True)

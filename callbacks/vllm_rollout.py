@@ -20,13 +20,13 @@ from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.memory_plan import EngineMemory
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine, check_speculation, check_vllm
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import choose_transfer
+from verl_lightning.telemetry.memory_plan import EngineMemory
 from verl_lightning.types import Rollout
 
 T = TypeVar("T")

@@ -38,11 +38,23 @@ ALLOWED = {
     "rewards": BASE | {"ray"},
     "rollout": BASE | {"models", "ray"},
     "strategies": BASE | {"models"},
-    "modules": BASE | {"algorithms", "models", "rewards", "rollout", "strategies"},
-    "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "modules"},
+    "telemetry": BASE | {"models", "strategies"},
+    "modules": BASE | {"algorithms", "models", "rewards", "rollout", "strategies", "telemetry"},
+    "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "telemetry", "modules"},
     **{
         name: BASE
-        | {"algorithms", "data", "models", "rewards", "rollout", "strategies", "modules", "callbacks", "ray"}
+        | {
+            "algorithms",
+            "data",
+            "models",
+            "rewards",
+            "rollout",
+            "strategies",
+            "telemetry",
+            "modules",
+            "callbacks",
+            "ray",
+        }
         | CLI
         for name in CLI
     },

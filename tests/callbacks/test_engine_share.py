@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.callbacks.engine_share import planned_share, share_of
-from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, memory_plan
 from verl_lightning.rollout.vllm_config import BesideConfig
 from verl_lightning.strategies.memory import ModelMemory
+from verl_lightning.telemetry.memory_plan import GIB, EngineMemory, MemoryPlan, memory_plan
 
 
 def make_plan(activations: int) -> MemoryPlan:

@@ -18,8 +18,8 @@ from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_t
 from tests.tolerances import assert_near
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.modules.memory_plan import memory_plan
 from verl_lightning.strategies import FSDPStrategy
+from verl_lightning.telemetry.memory_plan import memory_plan
 from verl_lightning.types import TokenBatch
 
 Trained = tuple[list[float], dict[str, Tensor]]

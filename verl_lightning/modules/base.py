@@ -27,11 +27,19 @@ from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
-from verl_lightning.modules.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
-from verl_lightning.modules.memory_plan import memory_plan
-from verl_lightning.modules.phases import (
+from verl_lightning.modules.run_lock import lock_first
+from verl_lightning.modules.run_settings import OPTIM_KEY, optim_settings, tell_changed_settings
+from verl_lightning.modules.schedules import make_schedule
+from verl_lightning.modules.sigterm import AgreeOnSigterm
+from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
+from verl_lightning.seeding import reseed, run_seed
+from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
+from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
+from verl_lightning.telemetry.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
+from verl_lightning.telemetry.memory_plan import memory_plan
+from verl_lightning.telemetry.phases import (
     SAVE_CHECKPOINT,
     CheckpointClock,
     PhaseClock,
@@ -40,15 +48,7 @@ from verl_lightning.modules.phases import (
     span_metrics,
     users_profiler,
 )
-from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.modules.run_settings import OPTIM_KEY, optim_settings, tell_changed_settings
-from verl_lightning.modules.schedules import make_schedule
-from verl_lightning.modules.sigterm import AgreeOnSigterm
-from verl_lightning.modules.speed import Work, mfu_notice, training_work
-from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
-from verl_lightning.seeding import reseed, run_seed
-from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
-from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
+from verl_lightning.telemetry.speed import Work, mfu_notice, training_work
 
 OPTIMIZATION_KEY = "automatic_optimization"
 SHAPES_KEY = "weight_shapes"

@@ -27,7 +27,6 @@ from verl_lightning.modules.gathering import GatherGroups
 from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
-from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.modules.ppo_checks import (
     check_length,
     check_options,
@@ -47,9 +46,10 @@ from verl_lightning.modules.ppo_config import (
 )
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
-from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
-from verl_lightning.modules.step_log import log_step
 from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
+from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
+from verl_lightning.telemetry.step_log import log_step
 from verl_lightning.types import Experience
 
 

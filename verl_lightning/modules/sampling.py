@@ -13,11 +13,11 @@ from verl_lightning.faults import RunError
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, Verdict
-from verl_lightning.modules.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.types import Rollout
 
 

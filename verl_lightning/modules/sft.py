@@ -21,8 +21,8 @@ from verl_lightning.models.config import ModelConfig, check_no_rollout
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.micro_batches import BatchSplitter
-from verl_lightning.modules.step_log import log_step
 from verl_lightning.strategies.base import with_gradient
+from verl_lightning.telemetry.step_log import log_step
 from verl_lightning.types import Scores, TokenBatch
 
 

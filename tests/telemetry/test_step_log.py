@@ -10,7 +10,7 @@ from tests.resume.experiment import read_metrics
 from tests.runs import Recorder, make_chats, make_sft, make_trainer
 from verl_lightning.compat.lightning import update_logged
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.modules.step_log import log_step
+from verl_lightning.telemetry.step_log import log_step
 
 
 class Logs(Callback):

@@ -7,19 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from typing_extensions import override
 
 from verl_lightning.metrics import Metric
 from verl_lightning.ranges import named_range
-
-if TYPE_CHECKING:
-    from verl_lightning.modules.base import PostTrainingModule
-
 
 METRICS = "metrics"
 """The phase in which an iteration is summed up and logged."""
@@ -32,7 +28,7 @@ SAVE_CHECKPOINT = "save_checkpoint"
 class PhaseListener(Protocol):
     """A callback that wants to know which phase of an iteration begins."""
 
-    def on_phase_start(self, module: PostTrainingModule, phase: str) -> None:
+    def on_phase_start(self, module: LightningModule, phase: str) -> None:
         """Called as each phase begins."""
 
 
@@ -40,8 +36,18 @@ class PhaseListener(Protocol):
 class PhaseEndListener(Protocol):
     """A callback that wants to know what a phase took."""
 
-    def on_phase_end(self, module: PostTrainingModule, span: Span) -> None:
+    def on_phase_end(self, module: LightningModule, span: Span) -> None:
         """Called as each phase ends; the span tells its seconds once the device has come that far."""
+
+
+class TimedModule(Protocol):
+    """A module that divides its iterations into phases."""
+
+    clock: PhaseClock
+    trainer: Trainer
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Marks what is done within as one phase."""
 
 
 class Moment:
@@ -201,7 +207,7 @@ class CheckpointClock(Profiler):
         profiler: The user's, which goes on as if this one were not there.
     """
 
-    def __init__(self, module: PostTrainingModule, profiler: Profiler) -> None:
+    def __init__(self, module: TimedModule, profiler: Profiler) -> None:
         super().__init__(profiler.dirpath, profiler.filename)
         self.module = module
         self.profiler = profiler

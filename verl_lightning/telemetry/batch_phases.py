@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from verl_lightning.metrics import MetricTable, total
-from verl_lightning.modules.phases import span_metrics
-from verl_lightning.modules.speed import SQUARED_LENGTHS, speed_metrics
-from verl_lightning.modules.step_log import log_step
 from verl_lightning.ranges import named_range
-
-if TYPE_CHECKING:
-    from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.strategies.base import PostTrainingStrategy
+from verl_lightning.telemetry.phases import TimedModule, span_metrics
+from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, speed_metrics
+from verl_lightning.telemetry.step_log import log_step
 
 FORWARD_BACKWARD = "forward_backward"
 OPTIMIZER = "optimizer"
+
+
+class MeasuredModule(TimedModule, Protocol):
+    """A module that knows what its phases compute."""
+
+    device: torch.device
+    work: Sequence[Work]
+
+    @property
+    def contract(self) -> PostTrainingStrategy:
+        """The strategy's operations."""
 
 
 class BatchPhases(Callback):
@@ -38,7 +49,7 @@ class BatchPhases(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        module: PostTrainingModule = pl_module  # type: ignore[assignment]
+        module: MeasuredModule = pl_module  # type: ignore[assignment]
         if self._mini_batch_step != trainer.global_step:
             self._mini_batch_step = trainer.global_step
             self._mini_batch.enter_context(named_range("mini_batch"))
@@ -61,7 +72,7 @@ class BatchPhases(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        module: PostTrainingModule = pl_module  # type: ignore[assignment]
+        module: MeasuredModule = pl_module  # type: ignore[assignment]
         self._phase.close()
         self._phase.enter_context(module.phase(OPTIMIZER))
 
@@ -69,7 +80,7 @@ class BatchPhases(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module: PostTrainingModule = pl_module  # type: ignore[assignment]
+        module: MeasuredModule = pl_module  # type: ignore[assignment]
         self._phase.close()
         if self._mini_batch_step == trainer.global_step:  # more batches are to come
             return
@@ -79,19 +90,20 @@ class BatchPhases(Callback):
         if not log_every:
             self._forget(module)
         elif trainer.global_step % log_every == 0:
-            self._report(module)
+            self._report(pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         for stack in (self._pass, self._phase, self._mini_batch):
             stack.close()
 
-    def _forget(self, module: PostTrainingModule) -> None:
+    def _forget(self, module: MeasuredModule) -> None:
         module.clock.forget()
         self._table, self._steps = MetricTable(), 0
 
-    def _report(self, module: PostTrainingModule) -> None:
+    def _report(self, pl_module: LightningModule) -> None:
         """Log means over the steps since the last report. Collective; waits for the device, as loggers do."""
+        module: MeasuredModule = pl_module  # type: ignore[assignment]
         self._table.add(span_metrics(module.clock.take(), steps=self._steps))
         metrics = self._table.reduce(module.contract.gather_over_data_parallel)
         for name in ("perf/total_num_tokens", SQUARED_LENGTHS):
@@ -106,4 +118,4 @@ class BatchPhases(Callback):
             work=module.work,
             peak_memory=module.clock.peak_memory(),
         )
-        log_step(module, metrics)
+        log_step(pl_module, metrics)

@@ -15,8 +15,8 @@ from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
-from verl_lightning.modules.phases import PhaseClock, span_metrics
-from verl_lightning.modules.speed import SQUARED_LENGTHS, Work, mfu, mfu_notice, scoring_work, training_work
+from verl_lightning.telemetry.phases import PhaseClock, span_metrics
+from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, mfu, mfu_notice, scoring_work, training_work
 
 
 class TokenCounter(Callback):
@@ -31,7 +31,7 @@ class TokenCounter(Callback):
 
 def test_a_step_lasts_from_its_first_phase_to_the_report(monkeypatch):
     moments = iter([0.0, 10.0, 12.0, 15.0, 16.0, 20.0, 20.0])  # an origin, two phases, the report and a new origin
-    monkeypatch.setattr("verl_lightning.modules.phases.time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    monkeypatch.setattr("verl_lightning.telemetry.phases.time", SimpleNamespace(perf_counter=lambda: next(moments)))
     clock = PhaseClock()
     clock.use(torch.device("cpu"))
     for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_lightning.modules.speed import speed_metrics
+from verl_lightning.telemetry.speed import speed_metrics
 
 
 def test_speed_is_told_per_rank_and_per_token():

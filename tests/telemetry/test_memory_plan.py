@@ -18,11 +18,11 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.scorer import TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize, model_size
-from verl_lightning.modules.memory_plan import GIB, EngineMemory, MemoryPlan, amount, memory_plan
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.memory import megatron_memory
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory, whole_memory
+from verl_lightning.telemetry.memory_plan import GIB, EngineMemory, MemoryPlan, amount, memory_plan
 
 FLOAT32 = Compute(width=4, stream_width=4)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}

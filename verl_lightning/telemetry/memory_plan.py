@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import Trainer
 from rich.table import Table
 
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_skeleton
-from verl_lightning.models.size import model_size
-from verl_lightning.modules.speed import Work, peak_tflops, training_work
+from verl_lightning.models.size import ModelRole, model_size
+from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.strategies.memory import ModelMemory
-
-if TYPE_CHECKING:
-    from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.telemetry.speed import Work, peak_tflops, training_work
 
 GIB = 2**30
 RESERVED_SHARE = 0.07
@@ -45,6 +45,30 @@ class HoldsEngine(Protocol):
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
         """What it takes of a device with so many bytes."""
+
+
+class PlannedModule(Protocol):
+    """A module that says which models it makes and how much of them is at work at once."""
+
+    policy_config: ModelConfig
+    trainer: Trainer
+    pass_key: str
+
+    @property
+    def contract(self) -> PostTrainingStrategy:
+        """The strategy's operations."""
+
+    @property
+    def roles(self) -> list[ModelRole]:
+        """The models that it makes."""
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """Most tokens of a forward and backward pass on one rank; None where not known."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an optimizer step may have several such passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +179,7 @@ class MemoryPlan:
         )
 
 
-def memory_plan(module: PostTrainingModule) -> MemoryPlan:
+def memory_plan(module: PlannedModule) -> MemoryPlan:
     """What the models of a run will take on one device. Can be asked for from ``setup`` on; not collective.
 
     Args:
@@ -183,7 +207,7 @@ def memory_plan(module: PostTrainingModule) -> MemoryPlan:
     )
 
 
-def memory_keys(module: PostTrainingModule, engines: Sequence[HoldsEngine]) -> Iterator[str]:
+def memory_keys(module: PlannedModule, engines: Sequence[HoldsEngine]) -> Iterator[str]:
     """Options that a run can still change to take less memory, the cheapest first, with their values.
 
     Args:

@@ -1,0 +1,1 @@
+"""What a run tells of its time, its memory and its steps."""
