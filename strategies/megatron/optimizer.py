@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from verl_lightning.compat.megatron import (
-    allocate_optimizer_state,
-    forget_rates,
-    keep_buckets_apart,
-    load_optimizer_part,
-)
+from verl_lightning.compat import megatron as compat
 from verl_lightning.models.config import OptimConfig
 
 if TYPE_CHECKING:
@@ -78,7 +73,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def allocate_state(self) -> None:
         """Make Adam's state where no step has made it, as what a checkpoint is read into."""
         for part in self.inner.chained_optimizers:
-            allocate_optimizer_state(part)
+            compat.allocate_optimizer_state(part)
 
     def describe(self) -> dict[str, Any]:
         """AdamW's settings under torch's names, and the number of its steps, for checkpoints that others read."""
@@ -114,7 +109,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 " by `path`."
             )
         for part, own in pairs:
-            load_optimizer_part(part, own)
+            compat.load_optimizer_part(part, own)
         self.param_groups[:] = self.inner.param_groups
 
 
@@ -156,7 +151,7 @@ def make_megatron_optimizer(
     )
     # No overrides: Megatron's own would leave norms and biases out of the decay.
     inner = get_megatron_optimizer(settings, chunks, config_overrides={})
-    forget_rates(inner.param_groups)
+    compat.forget_rates(inner.param_groups)
     for part in inner.chained_optimizers if use_distributed_optimizer else ():
-        keep_buckets_apart(part)
+        compat.keep_buckets_apart(part)
     return MegatronOptimizer(inner, chunks)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -47,8 +48,13 @@ def test_no_class_takes_a_private_name_of_a_base_of_another_package():
 
 
 def test_files_of_compat_are_about_one_package_each():
-    """And import no other file of the package but what patches."""
+    """They import no other file of the package but what patches, and their package where it is used."""
     for file in (PACKAGE / "compat").glob("*.py"):
-        names = {name for name in imported(ast.parse(file.read_text())) if name.startswith("verl_lightning")}
+        tree = ast.parse(file.read_text())
+        names = {name for name in imported(tree) if name.startswith("verl_lightning")}
         assert names <= {"verl_lightning.compat.patching"}, file
+        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        others = {name.partition(".")[0] for name in imported(top)} - set(sys.stdlib_module_names)
+        subject = {"lightning"} if file.stem.startswith("lightning") else set()
+        assert others <= {"__future__", "torch", "typing_extensions", "verl_lightning"} | subject, file
         assert (ROOT / "tests" / "compat" / f"test_{file.stem}.py").exists() or file.stem in {"__init__", "patching"}

@@ -10,10 +10,9 @@ from transformers import Qwen2Config
 
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine
 from tests.tiny import tiny_model, tiny_tokenizer
-from verl_lightning.compat.vllm import RESIDUAL_OPTIONS
+from verl_lightning.compat import vllm as compat
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
-from verl_lightning.rollout import vllm
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.vllm_config import SpeculationConfig
 
@@ -49,7 +48,7 @@ def gap(folder: Path) -> float:
 @pytest.mark.filterwarnings("ignore")
 def test_summing_in_float32_brings_engine_and_trainer_closer(folder, monkeypatch):
     summed = gap(folder)
-    monkeypatch.setattr(vllm, "residual_options", lambda model_type: {})
+    monkeypatch.setattr(compat, "residual_options", lambda model_type: {})
     rounded = gap(folder)
     assert 0 < summed < 0.8 * rounded
 
@@ -59,7 +58,7 @@ def test_an_engine_is_told_so_unless_a_draft_model_reads_the_stream(folder):
         make_vllm_engine(folder, speculation=speculation)._llm_options()["additional_config"]
         for speculation in (None, SpeculationConfig(), SpeculationConfig(method="eagle3", path="head"))
     ]
-    assert told == [RESIDUAL_OPTIONS, RESIDUAL_OPTIONS, {}]
+    assert told == [compat.RESIDUAL_OPTIONS, compat.RESIDUAL_OPTIONS, {}]
 
 
 def test_models_that_were_not_read_keep_their_stream(tmp_path):

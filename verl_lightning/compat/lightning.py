@@ -17,8 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-MARKETING = ("litlogger", "litmodels")
-
 
 def hide_marketing() -> None:
     """Keep Lightning from giving tips to install its other products."""
@@ -27,7 +25,7 @@ def hide_marketing() -> None:
 
 def is_no_marketing(record: logging.LogRecord) -> bool:
     """False for a tip."""
-    return not any(product in record.getMessage() for product in MARKETING)
+    return not any(product in record.getMessage() for product in ("litlogger", "litmodels"))
 
 
 def hide_treespec_warning() -> None:

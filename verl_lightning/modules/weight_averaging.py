@@ -15,13 +15,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import (
-    average_of,
-    forget_average,
-    hide_averaging_warnings,
-    restart_averaging,
-    swap_average,
-)
+from verl_lightning.compat import lightning as compat
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 
 CURRENT_KEY = "current_model_state"
@@ -45,9 +39,9 @@ class CompleteAveraging(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            restart_averaging(self._averaging)
+            compat.restart_averaging(self._averaging)
         else:
-            forget_average(self._averaging)
+            compat.forget_average(self._averaging)
 
     @override
     def on_train_batch_end(
@@ -63,7 +57,7 @@ class CompleteAveraging(Callback):
 
     @torch.no_grad()
     def _keep_frozen(self, module: LightningModule) -> None:
-        averaged = average_of(self._averaging)
+        averaged = compat.average_of(self._averaging)
         assert averaged is not None
         for average, current in zip(_tensors(averaged), _tensors(module), strict=True):
             if not current.requires_grad:
@@ -78,14 +72,14 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 def averaged_weights(trainer: Trainer) -> Iterator[None]:
     """Within it the module holds the weights that are validated: averaged ones where a callback averages."""
     averaging = next(iter(averaging_callbacks(trainer)), None)
-    if averaging is None or average_of(averaging) is None:
+    if averaging is None or compat.average_of(averaging) is None:
         yield
         return
-    swap_average(averaging, trainer.lightning_module)
+    compat.swap_average(averaging, trainer.lightning_module)
     try:
         yield
     finally:
-        swap_average(averaging, trainer.lightning_module)
+        compat.swap_average(averaging, trainer.lightning_module)
 
 
 def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
@@ -116,7 +110,7 @@ def complete_averaging(trainer: Trainer, *, holds_whole_models: bool) -> list[Co
             f"{names[0]} copies whole models, but under `{type(trainer.strategy).__name__}` each process holds a part"
             " of the weights. Use `--strategy ddp`, or take the callback out."
         )
-    hide_averaging_warnings()
+    compat.hide_averaging_warnings()
     return [CompleteAveraging(callback) for callback in found]
 
 

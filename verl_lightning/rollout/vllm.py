@@ -23,16 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from verl_lightning.compat.vllm import (
-    LORA_RANKS,
-    guide_complaints,
-    import_before_weights,
-    import_in_process,
-    register_float32_residual,
-    repack_output_heads,
-    residual_options,
-    thread_setter_kept,
-)
+from verl_lightning.compat import vllm as compat
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
@@ -79,11 +70,11 @@ class VLLMEngine:
         for key, guide in self.config.guides.items():
             check_guide(key, guide)
         if device.type == "cuda":
-            import_before_weights()
-        register_float32_residual()
+            compat.import_before_weights()
+        compat.register_float32_residual()
         self._device = device
         self._owns_process_group = not dist.is_initialized()
-        with isolate_rng(), thread_setter_kept():
+        with isolate_rng(), compat.thread_setter_kept():
             self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -95,7 +86,7 @@ class VLLMEngine:
                 llm.apply_model(lambda model: len(model.load_weights(weights)))
             else:  # vLLM repacks weights for CPUs, which a plain `load_weights` can't write into
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-                llm.apply_model(repack_output_heads)
+                llm.apply_model(compat.repack_output_heads)
             self._wake_cache()
 
     def join_trainer(self, invitation: dict[str, Any]) -> None:
@@ -254,7 +245,7 @@ class VLLMEngine:
             "dtype": self.config.dtype,
             # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
             "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
-            "additional_config": {} if self._has_draft_model else residual_options(model_type),
+            "additional_config": {} if self._has_draft_model else compat.residual_options(model_type),
             "max_model_len": self.config.max_model_len,
             "enforce_eager": self.config.enforce_eager,
             "logprobs_mode": self.config.log_probs_mode,
@@ -276,9 +267,11 @@ class VLLMEngine:
         if self.config.lora_rank is None:
             transfer = {} if self.config.transfer == "host" else {"backend": self.config.transfer}
             return {"load_format": "dummy", "weight_transfer_config": transfer or None}
-        ranks = [rank for rank in LORA_RANKS if rank >= self.config.lora_rank]
+        ranks = [rank for rank in compat.LORA_RANKS if rank >= self.config.lora_rank]
         if not ranks:
-            raise ValueError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at the most, got {self.config.lora_rank}.")
+            raise ValueError(
+                f"vLLM takes adapters of rank {compat.LORA_RANKS[-1]} at the most, got {self.config.lora_rank}."
+            )
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0]}
 
     def _add_requests(self, prompts: Prompts, sampling: SamplingConfig) -> dict[str, int]:
@@ -363,7 +356,7 @@ def check_guide(key: str, guide: Guide) -> None:
     Raises:
         ValueError: With what they say.
     """
-    reasons = guide_complaints(structured_outputs(guide))
+    reasons = compat.guide_complaints(structured_outputs(guide))
     if not reasons:
         return
     [(field, value)] = [pair for pair in dataclasses.asdict(guide).items() if pair[1]]
@@ -390,7 +383,7 @@ def import_vllm() -> Any:
         MisconfigurationException: If it can't be imported.
     """
     try:
-        return import_in_process()
+        return compat.import_in_process()
     except ImportError as error:
         raise MisconfigurationException(no_vllm(str(error))) from error
 
