@@ -46,7 +46,11 @@ def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def end_process_group() -> Iterator[None]:
-    """Leave no process group of a ``ddp`` run of one process to later tests, which Lightning would take for ranks."""
+    """Leave no process group of a ``ddp`` run of one process to later tests, which Lightning would take for ranks.
+
+    One that a vLLM engine of the whole module has made before is its own.
+    """
+    is_older = dist.is_available() and dist.is_initialized()
     yield
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and not is_older:
         dist.destroy_process_group()
