@@ -4,23 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from verl_lightning.models.digests import DamagedFileError
-from verl_lightning.strategies import fsdp_checkpoint
-from verl_lightning.strategies.megatron import portable
 from verl_lightning.strategies.sealed_files import check_sealed, load_file, load_settings
 from verl_lightning.strategies.sharded_io import CheckedReader
-from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FILE
-
-Format = Literal["file", "fsdp", "megatron"]
 
 READER_KEY = "folder_reader"
 """What reads a folder's tensors, beside its other contents while it is loaded."""
 
 MAX_CHECKED_BYTES = 2**36
 """Of a folder that is looked at in place of a damaged one; of a larger one, sizes and small files are compared."""
+
+
+class ReadWhole(Protocol):
+    """A function that reads a folder as the checkpoint of an unsharded run."""
+
+    def __call__(self, path: Path, *, weights_only: bool | None, with_optimizers: bool = True) -> dict[str, Any]:
+        """See `read_checkpoint`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFormat:
+    """A kind of folder that a strategy writes checkpoints as."""
+
+    name: str
+    """The strategy's, as in `trainer.strategy`."""
+
+    settings_file: str
+    """Name of the file that holds all but tensors. It is written last, sealed, and tells folders of this format."""
+
+    remains: tuple[str, ...]
+    """Patterns of other files, any of which shows that a folder without settings was one of this format."""
+
+    read_whole: ReadWhole
+    """Reads it without the strategy."""
+
+    def is_at(self, path: Path) -> bool:
+        """Whether a folder of this format, with its settings, lies at a path."""
+        return (path / self.settings_file).is_file()
+
+    def settings_of(self, path: Path) -> Path:
+        """The settings of a folder."""
+        return path / self.settings_file
+
+
+_FORMATS: list[FolderFormat] = []
+
+
+def register_format(known: FolderFormat) -> None:
+    """Make folders of a format checkpoints to all strategies and commands.
+
+    Args:
+        known: A later one is asked for earlier: it may build on a format that is known already.
+    """
+    _FORMATS.insert(0, known)
 
 
 class NoCheckpointError(ValueError):
@@ -36,26 +76,23 @@ class NoCheckpointError(ValueError):
         self.what = what
 
 
-def format_of(path: Path) -> Format:
-    """How a checkpoint was written: as one file, or as the folder of `fsdp` or of `megatron`.
+def format_of(path: Path) -> FolderFormat | None:
+    """The format of a checkpoint folder, None for a checkpoint that is one file.
 
     Raises:
         DamagedFileError: If it is a folder whose settings are gone.
         FileNotFoundError: If there is nothing at the path.
         NoCheckpointError: If there is something else, with what to do with it.
     """
-    if portable.is_megatron_folder(path):
-        return "megatron"
-    if fsdp_checkpoint.is_sharded(path):
-        return "fsdp"
+    if (found := next((known for known in _FORMATS if known.is_at(path)), None)) is not None:
+        return found
     if not path.exists():
         raise FileNotFoundError(f"`ckpt_path: {path}` does not exist.")
     if not path.is_dir():
-        return "file"
-    if (path / METADATA_FILE).exists() or next(path.glob(f"*{DATA_SUFFIX}"), None) is not None:
-        is_megatron = (path / "metadata.json").exists()
-        settings = portable.SETTINGS_FILE if is_megatron else fsdp_checkpoint.SETTINGS_FILE
-        raise DamagedFileError(path / settings, "is missing.")
+        return None
+    for known in _FORMATS:
+        if any(file for pattern in known.remains for file in path.glob(pattern)):
+            raise DamagedFileError(known.settings_of(path), "is missing.")
     raise NoCheckpointError(path, what_folder_is(path))
 
 
@@ -88,11 +125,8 @@ def read_checkpoint(
         NoCheckpointError: If there is something else.
     """
     with naming_another(path):
-        kind = format_of(path)
-        if kind == "megatron":
-            return portable.read_portable(path, weights_only=weights_only, with_optimizers=with_optimizers)
-        if kind == "fsdp":
-            return fsdp_checkpoint.read_whole(path, weights_only=weights_only)
+        if (known := format_of(path)) is not None:
+            return known.read_whole(path, weights_only=weights_only, with_optimizers=with_optimizers)
         return as_checkpoint(path, load_file(path, weights_only=weights_only, **options))
 
 
@@ -116,10 +150,9 @@ def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, 
         NoCheckpointError: If there is something else.
     """
     with naming_another(path):
-        kind = format_of(path)
-        if kind == "file":
-            return as_checkpoint(path, load_file(path, weights_only=weights_only, mmap=True, checks=False))
-        return load_settings(_settings_file(path, kind), weights_only=weights_only)
+        if (known := format_of(path)) is not None:
+            return load_settings(known.settings_of(path), weights_only=weights_only)
+        return as_checkpoint(path, load_file(path, weights_only=weights_only, mmap=True, checks=False))
 
 
 def open_folder(path: Path) -> CheckedReader:
@@ -130,11 +163,9 @@ def open_folder(path: Path) -> CheckedReader:
         NoCheckpointError: If there is something else.
     """
     with naming_another(path):
-        return CheckedReader(_settings_file(path, format_of(path)))
-
-
-def _settings_file(path: Path, kind: Format) -> Path:
-    return path / (portable.SETTINGS_FILE if kind == "megatron" else fsdp_checkpoint.SETTINGS_FILE)
+        if (known := format_of(path)) is None:
+            raise NoCheckpointError(path, "is a file, not the folder of several ranks.")
+        return CheckedReader(known.settings_of(path))
 
 
 @contextmanager
@@ -166,8 +197,7 @@ def newest_whole(path: Path) -> Path | None:
         if other.name.startswith(".") or other == path.absolute() or _is_link_to(other, path):
             continue
         try:
-            kind = format_of(other)
-            file = other if kind == "file" else _settings_file(other, kind)
+            file = other if (known := format_of(other)) is None else known.settings_of(other)
             step = int(load_file(file, mmap=True, checks=False)["global_step"])
         except (ValueError, KeyError, TypeError, OSError):  # something else, or damaged
             continue
@@ -183,11 +213,10 @@ def _is_link_to(other: Path, path: Path) -> bool:
 def is_whole(path: Path) -> bool:
     """Whether every file of a checkpoint is as it was written."""
     try:
-        kind = format_of(path)
-        if kind == "file":
+        if (known := format_of(path)) is None:
             check_sealed(path)
             return True
-        reader = CheckedReader(_settings_file(path, kind))
+        reader = CheckedReader(known.settings_of(path))
         is_large = sum(file.stat().st_size for file in path.iterdir()) > MAX_CHECKED_BYTES
         reader.check_sizes() if is_large else reader.check()
     except DamagedFileError:

@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -69,6 +70,13 @@ def items_digested(module: ModuleType) -> Iterator[None]:
         yield
 
 
+def saved_bytes(checkpoint: Mapping[str, Any]) -> bytes:
+    """What `torch.save` makes of a checkpoint without tensors."""
+    settings = io.BytesIO()
+    torch.save(checkpoint, settings)
+    return settings.getvalue()
+
+
 def write_settings(path: Path, settings: bytes) -> None:
     """Complete a folder by its settings, with the digests of the small files beside them.
 
@@ -80,6 +88,22 @@ def write_settings(path: Path, settings: bytes) -> None:
         file.name: digest_of(file) for file in path.parent.iterdir() if file.suffix != DATA_SUFFIX and file != path
     }
     write_sealed(path, lambda file: file.write(settings), files)
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Within it parts are read together: what is wrong with one rank's is everybody's error, in one sentence.
+
+    Raises:
+        DamagedFileError: If a file of any rank is not as it was written.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, DamagedFileError):
+                raise DamagedFileError(failure.path, failure.what) from error
+        raise
 
 
 class CheckedReader(FileSystemReader):

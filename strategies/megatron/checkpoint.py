@@ -17,14 +17,13 @@ from verl_lightning.compat.megatron import adapter_as_one, item_writer, load_wei
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.models.lora import has_adapters, read_adapter
-from verl_lightning.strategies.fsdp_checkpoint import saved_bytes
 from verl_lightning.strategies.megatron.naming import held_names
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
 from verl_lightning.strategies.megatron.portable import MAP_KEY, SETTINGS_FILE, describe
 from verl_lightning.strategies.megatron.safe_reads import load_parts
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import gather_weights
-from verl_lightning.strategies.sharded_io import CheckedReader, items_digested, write_settings
+from verl_lightning.strategies.sharded_io import CheckedReader, items_digested, saved_bytes, write_settings
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

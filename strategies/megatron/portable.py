@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_lightning.compat.torch import load_alone
-from verl_lightning.strategies.fsdp_checkpoint import failures_told
+from verl_lightning.strategies.checkpoints import FolderFormat, register_format
 from verl_lightning.strategies.megatron.naming import Held, cut_weight, held_names
 from verl_lightning.strategies.megatron.weights import Experts
 from verl_lightning.strategies.sealed_files import load_settings
-from verl_lightning.strategies.sharded_io import CheckedReader
+from verl_lightning.strategies.sharded_io import CheckedReader, failures_told
 
 if TYPE_CHECKING:
     from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer
@@ -37,11 +37,6 @@ MASTER_WEIGHTS = ("param", "fp32_param")
 """Names of the optimizer's own weights, which are in float32 where the model's are in bfloat16."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def is_megatron_folder(path: Path) -> bool:
-    """Whether a Megatron run wrote this checkpoint."""
-    return (path / SETTINGS_FILE).is_file()
 
 
 def describe(
@@ -247,3 +242,9 @@ def _optimizer_state(folder: _Folder, role: str, model: Mapping[str, Any], group
     parameters = [nn.Parameter(torch.empty(0)) for _ in state]
     options = torch.optim.AdamW(parameters, fused=True).state_dict()["param_groups"][0]
     return {"state": state, "param_groups": [options | described]}
+
+
+FORMAT = FolderFormat(
+    name="megatron", settings_file=SETTINGS_FILE, remains=("metadata.json",), read_whole=read_portable
+)
+register_format(FORMAT)

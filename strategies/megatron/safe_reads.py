@@ -10,8 +10,7 @@ import torch.distributed as dist
 from verl_lightning.compat.megatron import reading_by
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import check_weights
-from verl_lightning.strategies.fsdp_checkpoint import failures_told
-from verl_lightning.strategies.sharded_io import CheckedReader
+from verl_lightning.strategies.sharded_io import CheckedReader, failures_told
 
 
 def load_parts(states: Any, reader: CheckedReader) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from verl_lightning.strategies.megatron.groups import MegatronGroups
 from verl_lightning.strategies.megatron.memory import megatron_memory
 from verl_lightning.strategies.megatron.model import build_model
 from verl_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_megatron_optimizer
-from verl_lightning.strategies.megatron.portable import is_megatron_folder, read_settings
+from verl_lightning.strategies.megatron.portable import FORMAT, read_settings
 from verl_lightning.strategies.megatron.provider import ModelSettings
 from verl_lightning.strategies.megatron.runtime import import_megatron, start_model_parallel, stop_model_parallel
 from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, run_schedule, scores_on_all_stages
@@ -335,7 +335,7 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not is_megatron_folder(path):
+        if not FORMAT.is_at(path):
             return read_checkpoint(path, weights_only=weights_only, mmap=True)
         with naming_another(path):
             settings = read_settings(path, weights_only=weights_only)

@@ -21,7 +21,7 @@ from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.strategies import FSDPStrategy, checkpoints
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 from verl_lightning.strategies.checkpoints import is_whole, newest_whole, read_checkpoint
-from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE
+from verl_lightning.strategies.fsdp.checkpoint import SETTINGS_FILE
 from verl_lightning.strategies.sealed_files import check_sealed, load_file
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, read_metadata
 

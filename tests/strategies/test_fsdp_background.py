@@ -20,9 +20,10 @@ from torch.testing import assert_close
 
 from tests.processes import on_ranks
 from tests.runs import Recorder, make_chats, make_sft, make_trainer
-from verl_lightning.strategies import FSDPStrategy, fsdp_background
-from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links
-from verl_lightning.strategies.fsdp_checkpoint import read_whole
+from verl_lightning.strategies import FSDPStrategy
+from verl_lightning.strategies.fsdp import background
+from verl_lightning.strategies.fsdp.background import BackgroundSaves, check_links
+from verl_lightning.strategies.fsdp.checkpoint import read_whole
 from verl_lightning.strategies.sharded_io import DigestingWriter
 
 
@@ -43,7 +44,7 @@ def start_saves() -> BackgroundSaves:
     """With a writer that is held."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    fsdp_background.DigestingWriter = HeldWriter  # type: ignore[attr-defined]
+    background.DigestingWriter = HeldWriter  # type: ignore[attr-defined]
     return BackgroundSaves(dist.new_group(backend="gloo"), is_writer=dist.get_rank() == 0)
 
 

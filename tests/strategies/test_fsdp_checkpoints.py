@@ -27,7 +27,7 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import FSDPStrategy
-from verl_lightning.strategies.fsdp_checkpoint import read_whole, save_sharded
+from verl_lightning.strategies.fsdp.checkpoint import read_whole, save_sharded
 
 
 def train(

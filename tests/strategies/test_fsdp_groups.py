@@ -16,7 +16,7 @@ from tests.runs import make_model_config, make_sft, make_trainer
 from verl_lightning.models.attention import VARLEN
 from verl_lightning.models.scorer import TokenScorer, decide_packing
 from verl_lightning.strategies import FSDPStrategy
-from verl_lightning.strategies.fsdp_groups import check_shares, packed_attention
+from verl_lightning.strategies.fsdp.groups import check_shares, packed_attention
 
 
 def groups(folder: Path, path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 from verl_lightning.strategies.checkpoints import read_checkpoint
-from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE
+from verl_lightning.strategies.fsdp.checkpoint import SETTINGS_FILE
 
 LR = "optimizer_0.param_groups.0.lr"
 WEIGHT = "state_dict.actor.backbone.model.norm.weight"

@@ -29,7 +29,7 @@ from verl_lightning.export import main as export
 from verl_lightning.models.digests import DIGESTS_FILE
 from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
 from verl_lightning.modules.ppo_config import CriticConfig
-from verl_lightning.strategies.fsdp_checkpoint import is_sharded, read_whole
+from verl_lightning.strategies.fsdp.checkpoint import FORMAT, read_whole
 from verl_lightning.strategies.megatron.portable import read_portable
 
 pytestmark = [
@@ -88,7 +88,7 @@ def test_megatron_takes_the_weights_of_others(folder, tensor_parallel, tmp_path,
 
 def torch_state(path: Path) -> dict[str, Tensor]:
     """The weights in a checkpoint of `auto` or `fsdp`."""
-    checkpoint = read_whole(path, weights_only=True) if is_sharded(path) else torch.load(path)
+    checkpoint = read_whole(path, weights_only=True) if FORMAT.is_at(path) else torch.load(path)
     return {name.removeprefix("actor.backbone."): w for name, w in checkpoint["state_dict"].items()}
 
 

@@ -16,13 +16,12 @@ from tests.strategies.tampering import ENTRY_ATTACKS, METADATA_ATTACKS, flip, fl
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError
 from verl_lightning.strategies.checkpoints import is_whole, read_checkpoint
-from verl_lightning.strategies.fsdp_checkpoint import failures_told
 from verl_lightning.strategies.megatron.mbridge import readable_config
 from verl_lightning.strategies.megatron.portable import SETTINGS_FILE
 from verl_lightning.strategies.megatron.provider import make_bridge
 from verl_lightning.strategies.megatron.runtime import import_megatron
 from verl_lightning.strategies.sealed_files import check_sealed
-from verl_lightning.strategies.sharded_io import CheckedReader
+from verl_lightning.strategies.sharded_io import CheckedReader, failures_told
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, read_metadata
 
 pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]

@@ -37,17 +37,17 @@ from verl_lightning.strategies.checkpoints import (
     read_settings,
 )
 from verl_lightning.strategies.compiled import compile_block
-from verl_lightning.strategies.fsdp_background import BackgroundSaves, check_links, remove_checkpoint
-from verl_lightning.strategies.fsdp_checkpoint import (
-    is_sharded,
+from verl_lightning.strategies.fsdp.background import BackgroundSaves, check_links, remove_checkpoint
+from verl_lightning.strategies.fsdp.checkpoint import (
+    FORMAT,
     load_sharded_model,
     load_sharded_optimizer,
     load_whole_model,
     load_whole_optimizer,
     save_sharded,
 )
-from verl_lightning.strategies.fsdp_groups import FSDPGroups, check_shares, packed_attention
-from verl_lightning.strategies.fsdp_shard import (
+from verl_lightning.strategies.fsdp.groups import FSDPGroups, check_shares, packed_attention
+from verl_lightning.strategies.fsdp.shard import (
     free_gathered_weights,
     gradients_kept_local,
     receive_weights,
@@ -306,7 +306,7 @@ class FSDPStrategy(FSDPGroups, OpenModelParallelStrategy):
         if self._saves is not None:
             self._saves.wait()
         path = Path(self.broadcast(checkpoint_path))
-        if not is_sharded(path):
+        if not FORMAT.is_at(path):
             return read_checkpoint(path, weights_only=weights_only, mmap=True)
         # Tensors follow once the module has seen that they fit; see `load_model_state_dict`.
         empty: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], READER_KEY: open_folder(path)}

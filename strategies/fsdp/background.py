@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from verl_lightning.faults import RunError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder, remove_folder
-from verl_lightning.strategies.fsdp_checkpoint import SETTINGS_FILE, saved_bytes, take_tensors
-from verl_lightning.strategies.sharded_io import DigestingWriter, write_settings
+from verl_lightning.strategies.fsdp.checkpoint import SETTINGS_FILE, take_tensors
+from verl_lightning.strategies.sharded_io import DigestingWriter, saved_bytes, write_settings
 
 
 class BackgroundSaves:

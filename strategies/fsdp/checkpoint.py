@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -23,19 +20,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from verl_lightning.compat.torch import load_alone
-from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.hf_folder import atomic_folder, partial_folder
-from verl_lightning.strategies.fsdp_shard import copy_whole, local_part
+from verl_lightning.strategies.checkpoints import FolderFormat, register_format
+from verl_lightning.strategies.fsdp.shard import copy_whole, local_part
 from verl_lightning.strategies.sealed_files import load_settings
-from verl_lightning.strategies.sharded_io import CheckedReader, DigestingWriter, write_settings
+from verl_lightning.strategies.sharded_io import (
+    CheckedReader,
+    DigestingWriter,
+    failures_told,
+    saved_bytes,
+    write_settings,
+)
+from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FILE
 
 SETTINGS_FILE = "meta.pt"
 """Everything but tensors of models and optimizers; Lightning's own name for it."""
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether there is a checkpoint folder here."""
-    return (path / SETTINGS_FILE).is_file()
 
 
 def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> None:
@@ -55,33 +54,10 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
     dist.barrier()
 
 
-def saved_bytes(checkpoint: Mapping[str, Any]) -> bytes:
-    """What `torch.save` makes of a checkpoint without tensors."""
-    settings = io.BytesIO()
-    torch.save(checkpoint, settings)
-    return settings.getvalue()
-
-
 def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What every rank writes its part of, taken out of a checkpoint; the rest is every rank's."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     return tensors | {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-
-
-@contextmanager
-def failures_told() -> Iterator[None]:
-    """Within it parts are read together: what is wrong with one rank's is everybody's error, in one sentence.
-
-    Raises:
-        DamagedFileError: If a file of any rank is not as it was written.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, DamagedFileError):
-                raise DamagedFileError(failure.path, failure.what) from error
-        raise
 
 
 def load_sharded_model(model: nn.Module, reader: CheckedReader) -> None:
@@ -137,12 +113,18 @@ def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
 
 
-def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def read_whole(path: Path, *, weights_only: bool | None, with_optimizers: bool = True) -> dict[str, Any]:
     """A checkpoint folder as the checkpoint of an unsharded run, for strategies without sharding.
+
+    Args:
+        path: The folder.
+        weights_only: As of `torch.load`, for the settings.
+        with_optimizers: Not asked: they are read in one go with the weights.
 
     Raises:
         DamagedFileError: If a file is not as it was written.
     """
+    del with_optimizers
     tensors: dict[str, Any] = {}
     with failures_told():
         load_alone(CheckedReader(path / SETTINGS_FILE), tensors)
@@ -166,3 +148,9 @@ def _shard_like(parameter: Tensor, value: Any) -> Any:
     if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
         return local_part(parameter, value)
     return value
+
+
+FORMAT = FolderFormat(
+    name="fsdp", settings_file=SETTINGS_FILE, remains=(METADATA_FILE, f"*{DATA_SUFFIX}"), read_whole=read_whole
+)
+register_format(FORMAT)
