@@ -11,8 +11,14 @@ from verl_lightning.strategies.fsdp import FSDPStrategy
 from verl_lightning.strategies.megatron.strategy import MegatronStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "megatron": MegatronStrategy}
-"""Ours by name. `ddp` takes the place of Lightning's, which it equals for modules of other projects; `fsdp` that of
+"""Ours by name. `ddp` takes the place of Lightning's, as which it wraps modules of other projects; `fsdp` that of
 Lightning's for FSDP1, which can neither run on CPUs nor clip a norm."""
+
+DDP_NAMES = {"ddp_find_unused_parameters_true": True, "ddp_find_unused_parameters_false": False}
+"""Lightning's names of `ddp` with a setting, and the setting."""
+
+PYTHON_ONLY = frozenset({"checkpoint_io"})
+"""Parameters of strategies that no key of a file sets: `trainer.plugins` does."""
 
 
 def register_strategies(**options: dict[str, Any]) -> None:
@@ -27,11 +33,16 @@ def register_strategies(**options: dict[str, Any]) -> None:
     for name, kind in STRATEGIES.items():
         first_line = (kind.__doc__ or "").splitlines()[0]
         StrategyRegistry.register(name, kind, description=first_line, override=True, **options.get(name, {}))
+    for name, finds in DDP_NAMES.items():
+        chosen = options.get("ddp", {}) | {"find_unused_parameters": finds}
+        StrategyRegistry.register(name, DDPStrategy, description="`ddp` with this setting", override=True, **chosen)
 
 
 register_strategies()
 
 __all__ = [
+    "DDP_NAMES",
+    "PYTHON_ONLY",
     "STRATEGIES",
     "DDPStrategy",
     "FSDPStrategy",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from verl_lightning.compat.lightning import start_method
 from verl_lightning.compat.torch import forget_gradient_scale, set_gradient_scale
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
@@ -361,6 +362,13 @@ def as_contract(strategy: Strategy) -> PostTrainingStrategy:
     if isinstance(strategy, PostTrainingStrategy):
         return strategy
     if isinstance(strategy, ParallelStrategy):
+        start = start_method(strategy)
+        if start != "popen":  # `ddp_fork`, which Lightning chooses for several devices in a notebook, or `ddp_spawn`
+            raise MisconfigurationException(
+                f"`trainer.strategy` is `ddp_{start}`, whose processes end with the models that they build and leave"
+                " none in this one. In a notebook use one device (`Trainer(devices=1)`); for several write a script"
+                " with `Trainer(strategy='ddp')`, or use `verl-fit`."
+            )
         raise MisconfigurationException(
             f"`trainer.strategy` is Lightning's own `{type(strategy).__name__}`, which wraps the whole module at once"
             " and cannot train several models in turn. Use `ddp` (ours takes its place) or `auto`."

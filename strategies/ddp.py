@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelSize
 from verl_lightning.strategies.base import DataParallelMixin, gradients_unsynced
+from verl_lightning.strategies.host_groups import in_seconds
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
 from verl_lightning.types import Scores, TokenBatch
 
@@ -29,17 +31,27 @@ class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
         bucket_cap_mb: Size of the buckets in which gradients are summed while the backward pass goes on, in MiB.
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
+        find_unused_parameters: Look in each pass for trained weights that it leaves out, such as those of a vision
+            tower beside text: slower, and an error without it.
+        checkpoint_io: What writes and reads the trainer's checkpoints; null takes files that are whole or not there.
     """
 
     def __init__(
-        self, bucket_cap_mb: int = 25, timeout: float = 1800.0, process_group_backend: str | None = None
+        self,
+        bucket_cap_mb: int = 25,
+        timeout: float | timedelta = 1800.0,
+        process_group_backend: str | None = None,
+        find_unused_parameters: bool = False,
+        checkpoint_io: CheckpointIO | None = None,
     ) -> None:
+        self.timeout = in_seconds(timeout)
         super().__init__(
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=self.timeout),
             process_group_backend=process_group_backend,
+            checkpoint_io=checkpoint_io,
             bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
         )
-        self.timeout = timeout
         self._roles: dict[nn.Module, DistributedDataParallel | None] = {}
 
     @override

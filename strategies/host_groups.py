@@ -13,6 +13,11 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[float, Ranks], dist.Proce
 """All such groups of this process, by the world they belong to. They live as long as it does."""
 
 
+def in_seconds(timeout: float | timedelta) -> float:
+    """A time of waiting, which Lightning's own strategies take as a `timedelta` alone."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
 def host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup | None:
     """The same ranks as in a group for devices, on gloo: counts and small objects go from host to host.
 

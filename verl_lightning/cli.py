@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from verl_lightning import __version__
-from verl_lightning.faults import cause_for_user, is_of_collective
+from verl_lightning.faults import NO_PREDICT, cause_for_user, is_of_collective
 from verl_lightning.saying import has_another_failed, say_once
 
 SUBCOMMANDS = ("fit", "validate", "test")
@@ -154,6 +154,8 @@ def check_first_word(word: str = "--") -> None:
         raise ValueError(about_stray(word))
     if word.endswith((".yaml", ".yml")) or word in shipped_configs():
         raise ValueError(f"say that `{word}` is a configuration: `--config {word}`.")
+    if word == "predict":
+        raise ValueError(NO_PREDICT)
     raise ValueError(f"there is no subcommand `{word}`. Choose from {', '.join((*SUBCOMMANDS, *OTHER_SUBCOMMANDS))}.")
 
 

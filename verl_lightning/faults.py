@@ -25,6 +25,13 @@ USERS_ERRORS = (ValueError, TypeError, OSError, ImportError, RunError)
 """What this package raises, beside Lightning's `MisconfigurationException`, for the user to mend."""
 
 
+NO_PREDICT = (
+    "`predict` is not offered. Sample with transformers or vLLM from the folder that `HFCheckpoint` or `verl-export`"
+    " writes, or have `SamplesTable` keep the responses of `validate`."
+)
+"""What Lightning offers and this package does not, with what to use instead."""
+
+
 def is_meant_for_user(error: BaseException) -> bool:
     """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
 

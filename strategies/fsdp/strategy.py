@@ -53,6 +53,7 @@ from verl_lightning.strategies.fsdp.shard import (
     receive_weights,
     shard,
 )
+from verl_lightning.strategies.host_groups import in_seconds
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
@@ -95,14 +96,14 @@ class FSDPStrategy(FSDPGroups, OpenModelParallelStrategy):
         cpu_offload: bool = False,
         async_save: bool = False,
         compile: bool = False,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
         for name, size in (("replicate_size", replicate_size), ("sequence_parallel_size", sequence_parallel_size)):
             if size < 1:
                 raise ValueError(f"`fsdp.{name}` must be at least 1, got {size}.")
-        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout))
-        self.timeout = timeout
+        self.timeout = in_seconds(timeout)
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=self.timeout))
         self.replicate_size = replicate_size
         self.sequence_parallel_size = sequence_parallel_size
         self.reshard_after_forward = reshard_after_forward

@@ -26,6 +26,7 @@ from verl_lightning.models.weights import as_type
 from verl_lightning.seeding import run_seed
 from verl_lightning.strategies.base import LossFn, blank, gradients_unsynced
 from verl_lightning.strategies.checkpoints import READER_KEY, naming_another, open_folder, read_checkpoint
+from verl_lightning.strategies.host_groups import in_seconds
 from verl_lightning.strategies.megatron.checkpoint import load_models, load_optimizer, load_other, save_folder
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.groups import MegatronGroups
@@ -94,10 +95,11 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
         transformer: TransformerOptions = TransformerOptions(),
         bridge: Literal["megatron_bridge", "mbridge"] = "megatron_bridge",
         micro_batch_size: int | None = None,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(timeout=timedelta(seconds=timeout), process_group_backend=process_group_backend)
+        self.timeout = in_seconds(timeout)
+        super().__init__(timeout=timedelta(seconds=self.timeout), process_group_backend=process_group_backend)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"`megatron.micro_batch_size` must be at least 1, got {micro_batch_size}.")
         if sequence_parallel and tensor_parallel_size == 1:
@@ -110,7 +112,6 @@ class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
             expert=expert_parallel_size,
             expert_tensor=expert_tensor_parallel_size,
         )
-        self.timeout = timeout
         self.sequence_parallel = sequence_parallel
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_options = ddp

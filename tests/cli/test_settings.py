@@ -99,7 +99,7 @@ def test_class_switch_drops_the_settings_of_the_other_class(parse):
         ([], SingleDeviceStrategy),
         (["--strategy", "ddp"], DDPStrategy),
         (["--trainer.strategy=ddp"], DDPStrategy),
-        (["--strategy", "ddp_find_unused_parameters_true"], LightningDDPStrategy),
+        (["--strategy", "ddp_find_unused_parameters_true", "--ddp.timeout=9"], DDPStrategy),
         (["--strategy", "{class_path: lightning.pytorch.strategies.DDPStrategy}"], LightningDDPStrategy),
     ],
 )

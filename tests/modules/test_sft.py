@@ -15,10 +15,11 @@ from lightning.pytorch.callbacks import (
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_trainer
+from tests.runs import Recorder, make_chats, make_model_config, make_ppo, make_sft, make_trainer
 from tests.tiny import write_uneven_chat_file
 from tests.tolerances import assert_near
 from verl_lightning.models.config import OptimConfig
+from verl_lightning.modules import PPOModule, SFTModule
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,45 @@ def test_ema_weight_averaging_works(tmp_path, tiny_folder, chats):
 def test_callbacks_that_need_another_kind_of_module_are_refused(tmp_path, tiny_folder, chats, callback, way_out):
     with pytest.raises(MisconfigurationException, match=way_out):
         fit(tmp_path, tiny_folder, chats, callback)
+
+
+class Skipping(SFTModule):
+    """Returns None for chosen batches, after or in the place of the loss."""
+
+    def __init__(self, *args, skipped, makes_loss):
+        super().__init__(*args)
+        self.skipped, self.makes_loss = skipped, makes_loss
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx not in self.skipped:
+            return super().training_step(batch, batch_idx)
+        if self.makes_loss:
+            super().training_step(batch, batch_idx)
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("makes_loss", [False, True])
+def test_a_batch_for_which_a_subclass_returns_none_is_left_out(tmp_path, tiny_folder, chats, makes_loss):
+    """Of four batches, two a step, the last three: the first step is that of the first batch, the second is none."""
+    options = {"max_steps": 2, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+    watch, module = Watch(), Skipping(make_config(tiny_folder), skipped={1, 2, 3}, makes_loss=makes_loss)
+    make_trainer(tmp_path, watch, **options).fit(module, datamodule=make_chats(chats))
+
+    expected, _ = fit(tmp_path, tiny_folder, chats, max_steps=1)
+    assert_close(dict(module.state_dict()), dict(expected), rtol=1e-4, atol=1e-6)
+    assert module.trainer.global_step == 2
+
+
+@pytest.mark.parametrize("kind", [SFTModule, PPOModule])
+def test_what_lightning_has_and_we_have_not_names_the_way_out(tmp_path, tiny_folder, chats, kind):
+    with pytest.raises(
+        MisconfigurationException, match=r"validate\(module, data, ckpt_path='last.ckpt'\)`.*`verl-export`"
+    ):
+        kind.load_from_checkpoint("last.ckpt")
+    module = make_sft(tiny_folder) if kind is SFTModule else make_ppo(tiny_folder)
+    with pytest.raises(MisconfigurationException, match=r"`predict` is not offered\. Sample with transformers or vLLM"):
+        make_trainer(tmp_path).predict(module, datamodule=make_chats(chats))
 
 
 class Spoil(Callback):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import ClassVar
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -13,12 +17,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from tests.processes import on_ranks
-from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
+from tests.runs import make_chats, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from tests.tolerances import assert_near
 from verl_lightning.compat.torch import set_gradient_scale
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.strategies import STRATEGIES, as_contract
+from verl_lightning.strategies import STRATEGIES, DDPStrategy, as_contract
 from verl_lightning.strategies.base import blank
+from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 from verl_lightning.types import RowLength, TokenBatch
 
 
@@ -142,6 +147,55 @@ def test_a_stock_strategy_of_several_processes_is_refused():
         MisconfigurationException, match=r"Lightning's own `DDPStrategy`.*Use `ddp` \(ours takes its place\)"
     ):
         as_contract(LightningDDPStrategy())
+
+
+@pytest.mark.parametrize("name", ["ddp_fork", "ddp_notebook", "ddp_spawn"])
+def test_notebooks_are_told_what_works_there(name):
+    with pytest.raises(MisconfigurationException, match=r"In a notebook use one device \(`Trainer\(devices=1\)`\)"):
+        as_contract(StrategyRegistry.get(name))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES.values())
+def test_a_timeout_may_be_a_timedelta_as_lightnings_are(kind):
+    assert kind(timeout=timedelta(minutes=2)).timeout == kind(timeout=120).timeout == 120.0
+
+
+class SpareWeight(Callback):
+    """Gives the policy a weight that no pass reads."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.configure_model()
+        pl_module.policy.spare = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy(find_unused_parameters=True)]
+)
+def test_ddp_finds_unused_weights_where_it_is_asked_to(tmp_path, tiny_folder, chat_file, strategy):
+    trainer, module = make_trainer(tmp_path, SpareWeight(), strategy=strategy, max_steps=2), make_sft(tiny_folder)
+    expected = nullcontext()
+    if strategy == "ddp":
+        expected = pytest.raises(RuntimeError, match="not used in .*`strategy=.ddp_find_unused_parameters_true")
+
+    with expected:
+        trainer.fit(module, datamodule=make_chats(chat_file))
+
+    assert strategy == "ddp" or trainer.global_step == 2
+    assert isinstance(trainer.strategy, DDPStrategy)
+
+
+def test_ddp_writes_with_the_io_it_is_given(tmp_path, tiny_folder, chat_file):
+    class Io(AtomicCheckpointIO):
+        paths: ClassVar[list[str]] = []
+
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            self.paths.append(path)
+
+    trainer = make_trainer(tmp_path, strategy=DDPStrategy(checkpoint_io=Io()), max_steps=1)
+    trainer.fit(make_sft(tiny_folder), datamodule=make_chats(chat_file))
+    trainer.save_checkpoint("anywhere")
+
+    assert Io.paths == ["anywhere"]
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))

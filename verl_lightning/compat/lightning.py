@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -211,6 +211,11 @@ class FolderCheckpoint(ModelCheckpoint):
     @override
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         return set()
+
+
+def start_method(strategy: ParallelStrategy) -> str:
+    """How a strategy starts processes: ``popen`` runs the script anew, ``fork`` and ``spawn`` run a function."""
+    return str(strategy._start_method) if isinstance(strategy, DDPStrategy) else "popen"
 
 
 def chosen_version(logger: Logger | None) -> int | str | None:

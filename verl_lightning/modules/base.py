@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from verl_lightning.compat.lightning import hide_training_warnings
 from verl_lightning.compat.torch import hide_schedule_warning
+from verl_lightning.faults import NO_PREDICT
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
@@ -216,9 +217,26 @@ class PostTrainingModule(LightningModule):
             console.print(table)
         self.print(capture.get())
 
+    @classmethod
+    @override
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Refuse, with what to use instead: a checkpoint has no settings, and models are built under a strategy.
+
+        Raises:
+            MisconfigurationException: Always.
+        """
+        raise MisconfigurationException(
+            f"`{cls.__name__}.load_from_checkpoint`: a checkpoint holds weights and no settings, and models are built"
+            " by a trainer's strategy. Make the module as for training and give the path to the trainer, such as"
+            f" `trainer.validate(module, data, ckpt_path={str(checkpoint_path)!r})`; for the model alone run"
+            " `verl-export`."
+        )
+
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
         # The first hook of all, before Lightning's own refusals, which can't name our options.
+        if self.trainer.predicting:
+            raise MisconfigurationException(NO_PREDICT)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             self.check_callback(callback)
         lock_first(self.trainer)

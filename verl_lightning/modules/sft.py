@@ -70,7 +70,7 @@ class SFTModule(PostTrainingModule):
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.actor: TokenScorer | None = None
         self._unit_tokens: Tensor | None = None  # tokens of the first batch of the optimizer step at work
-        self._step_tokens: Tensor | None = None  # tokens of all its batches so far
+        self._step_tokens: Tensor | None = None  # tokens of all its batches whose gradients are there
         self._batch_tokens: Tensor | None = None  # of the batch at work; None within its later micro-batches
         self._log_prob_sums: list[Tensor] = []  # of its micro-batches so far
         self._rest: list[TokenBatch] = []  # its micro-batches that `backward` is to make
@@ -131,10 +131,8 @@ class SFTModule(PostTrainingModule):
     @override
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         tokens = self.contract.sum_over_data_parallel(batch.response_mask.sum())
-        if self._unit_tokens is None or self._step_tokens is None:
+        if self._unit_tokens is None:
             self._unit_tokens = tokens.clamp(min=1)
-            self._step_tokens = torch.zeros_like(tokens)
-        self._step_tokens = self._step_tokens + tokens
         self._batch_tokens, self._log_prob_sums = tokens, []
         first, *self._rest = self._micro_batches(batch)
         with self._unless_last():
@@ -166,6 +164,7 @@ class SFTModule(PostTrainingModule):
     def on_after_backward(self) -> None:
         if (tokens := self._batch_tokens) is None:  # one of several micro-batches
             return
+        self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         token_sum = self.contract.sum_over_data_parallel(-torch.stack(self._log_prob_sums).sum())
         # Not `prog_bar`: Lightning would wait for the device at each batch. Our progress bar reads it when it redraws.
         log_step(self, {"train/loss": token_sum / tokens.clamp(min=1), "train/global_tokens": tokens.float()})
@@ -186,10 +185,11 @@ class SFTModule(PostTrainingModule):
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        assert self._unit_tokens is not None
-        assert self._step_tokens is not None
-        scale = self._unit_tokens / self._step_tokens.clamp(min=1)
+        unit, total = self._unit_tokens, self._step_tokens
         self._unit_tokens = self._step_tokens = None
+        if unit is None or total is None:  # each `training_step` of a subclass returned None: there are no gradients
+            return
+        scale = unit / total.clamp(min=1)
         if self._clips_values:  # by Lightning, which must find the gradients as they are
             gradients = [p.grad for p in with_gradient(optimizer) if p.grad is not None]
             for gradient in gradients:
