@@ -87,3 +87,8 @@ def same_on_even_rows(sample):
 def differs_by_process(sample):
     """A number of the worker that is asked, as a judge's mood would be."""
     return os.getpid() % 1009 / 1009 + even_share(sample)
+
+
+def of_a_model(sample, path):
+    """Like `even_share`, as if a model in a folder had judged it."""
+    return even_share(sample) if os.path.isdir(path) else None

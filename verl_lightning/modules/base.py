@@ -30,8 +30,18 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
+from verl_lightning.modules.run_identity import (
+    CONFIGS_KEY,
+    IDENTITIES_KEY,
+    Identity,
+    check_config,
+    check_identities,
+    config_text,
+    saved_identities,
+    tokenizer_identities,
+)
 from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.modules.run_settings import OPTIM_KEY, optim_settings, tell_changed_settings
+from verl_lightning.modules.run_settings import SETTINGS_KEY, optim_settings, tell_changes
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
@@ -140,8 +150,21 @@ class PostTrainingModule(LightningModule):
     @cached_property
     def base_fingerprints(self) -> dict[str, str]:
         """What tells the frozen weights under each role's adapters from others; empty without adapters. Collective."""
-        roles = {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}
-        return {name: r.base_fingerprint() for name, r in roles.items() if has_adapters(r.backbone)}
+        models = self._models().items()
+        return {name: model.base_fingerprint() for name, model in models if has_adapters(model.backbone)}
+
+    @cached_property
+    def identities(self) -> dict[str, Identity]:
+        """What the run depends on and no checkpoint holds; another one is refused when it goes on. Collective."""
+        return self.find_identities()
+
+    def find_identities(self) -> dict[str, Identity]:
+        """The same, found anew. Collective."""
+        return tokenizer_identities(self.tokenizer, self.policy_config.path)
+
+    def told_settings(self) -> dict[str, Any]:
+        """Settings by the user's keys that are told when a run goes on with others."""
+        return optim_settings(self.roles)
 
     @property
     def contract(self) -> PostTrainingStrategy:
@@ -249,6 +272,7 @@ class PostTrainingModule(LightningModule):
     @override
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
+        self.__dict__.pop("identities", None)  # of another stage
         self.clock.use(strategy.root_device)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # the default, not a choice of the user's
             strategy.checkpoint_io = AtomicCheckpointIO()
@@ -281,7 +305,9 @@ class PostTrainingModule(LightningModule):
         checkpoint[OPTIMIZATION_KEY] = self.automatic_optimization
         checkpoint[SHAPES_KEY] = self._weight_shapes()
         checkpoint[BASES_KEY] = self.base_fingerprints
-        checkpoint[OPTIM_KEY] = optim_settings(self.roles)
+        checkpoint[IDENTITIES_KEY] = saved_identities(self.identities)
+        checkpoint[CONFIGS_KEY] = {name: config_text(model.backbone.config) for name, model in self._models().items()}
+        checkpoint[SETTINGS_KEY] = self.told_settings()
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
         drop_frozen_current(self, checkpoint)
 
@@ -303,15 +329,24 @@ class PostTrainingModule(LightningModule):
                 f"`ckpt_path` holds another model: weight `{name}` has shape {theirs.get(name, 'none')} there and"
                 f" {ours.get(name, 'none')} here ({len(wrong)} weights differ). Use the model settings of that run."
             )
-        if wrong := [role for role, base in self.base_fingerprints.items() if checkpoint[BASES_KEY][role] != base]:
-            raise ValueError(
-                f"`ckpt_path` holds adapters for another base than `path` of the {wrong[0]}: the frozen weights differ."
-                " Use the base model of that run."
-            )
+        self._check_what_is_not_saved(checkpoint)
         choose_weights(self, checkpoint)
         if self.trainer.training:
-            tell_changed_settings(self.roles, checkpoint.get(OPTIM_KEY, {}))
+            tell_changes(checkpoint.get(SETTINGS_KEY, {}), self.told_settings())
         checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
+
+    def _check_what_is_not_saved(self, checkpoint: dict[str, Any]) -> None:
+        models, configs = self._models(), checkpoint.get(CONFIGS_KEY, {})
+        for role in self.roles:
+            if role.name in configs:
+                check_config(f"{role.key}.path", configs[role.name], config_text(models[role.name].backbone.config))
+            there, here = checkpoint.get(BASES_KEY, {}).get(role.name), self.base_fingerprints.get(role.name)
+            if there != here:
+                raise ValueError(
+                    f"`ckpt_path` holds adapters for another base than `{role.key}.path`: the frozen weights differ"
+                    f" (fingerprint {there} there, {here} here). Use the base model of that run."
+                )
+        check_identities(checkpoint.get(IDENTITIES_KEY, {}), self.identities)
 
     def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:
         """One entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
@@ -323,5 +358,9 @@ class PostTrainingModule(LightningModule):
         }
 
     def _weight_shapes(self) -> dict[str, list[int]]:
-        roles = {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}
-        return {f"{role}.{name}": shape for role, r in roles.items() for name, shape in r.weight_shapes().items()}
+        models = self._models().items()
+        return {f"{role}.{name}": shape for role, model in models for name, shape in model.weight_shapes().items()}
+
+    def _models(self) -> dict[str, TokenScorer]:
+        """Models whose weights a checkpoint holds, by role."""
+        return {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,6 +45,7 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
     ppo_roles,
 )
+from verl_lightning.modules.run_identity import Identity
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.rewards.pool import RewardConfig
@@ -211,6 +213,20 @@ class PPOModule(SamplingModule):
         self.actor, self.critic = models["actor"], models.get("critic")
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs
+
+    @override
+    def find_identities(self) -> dict[str, Identity]:
+        found = super().find_identities()
+        if self._reference and self.trainer.state.fn == TrainerFn.FITTING:  # else nothing asks it
+            (reference,), config = self._reference, self.policy_config
+            # Rounded to another type, the same weights look like others.
+            found[f"reference in {config.dtype}"] = Identity(
+                key="model.actor.path",
+                what="the reference of the KL penalty",
+                shown=config.path,
+                digest=reference.base_fingerprint(),
+            )
+        return found
 
     @override
     def configure_optimizers(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,24 +10,22 @@ from lightning.fabric.utilities import rank_zero_info
 
 from verl_lightning.models.size import ModelRole
 
-OPTIM_KEY = "optim_settings"
+SETTINGS_KEY = "told_settings"
 
 
-def optim_settings(roles: Iterable[ModelRole]) -> dict[str, dict[str, Any]]:
-    """What a checkpoint keeps of the optimizers' settings, by role."""
-    return {role.name: asdict(role.config.optim) for role in roles if role.trainable}
+def optim_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
+    """Settings of the optimizers by the user's keys."""
+    trained = [role for role in roles if role.trainable]
+    return {f"{role.key}.optim.{name}": value for role in trained for name, value in asdict(role.config.optim).items()}
 
 
-def tell_changed_settings(roles: Iterable[ModelRole], saved: dict[str, dict[str, Any]]) -> None:
-    """Say which settings of the optimizers differ from those in a checkpoint; they hold from the first resumed step.
+def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Say which settings differ from those in a checkpoint; they hold from the first resumed step.
 
     Args:
-        roles: Models of the resumed run.
-        saved: From `optim_settings`; empty in a checkpoint of an older version.
+        saved: By the user's keys; empty in a checkpoint of an older version.
+        ours: Of the resumed run.
     """
-    roles = [role for role in roles if role.name in saved]
-    for role, now in zip(roles, optim_settings(roles).values(), strict=True):
-        then = now | saved[role.name]
-        for name, value in now.items():
-            if value != then[name]:
-                rank_zero_info(f"`{role.key}.optim.{name}`: {then[name]} in the checkpoint, {value} now.")
+    for key, value in ours.items():
+        if key in saved and saved[key] != value:
+            rank_zero_info(f"`{key}`: {saved[key]} in the checkpoint, {value} now.")

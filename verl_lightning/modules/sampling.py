@@ -14,6 +14,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, Verdict
 from verl_lightning.modules.ppo_config import ValidationConfig
+from verl_lightning.modules.run_identity import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -58,6 +59,20 @@ class SamplingModule(PostTrainingModule):
         """Longest prompt and response together; None where the data module does not say."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
         return None if longest is None else longest + self.rollout_source.sampling.max_new_tokens
+
+    @override
+    def find_identities(self) -> dict[str, Identity]:
+        ends = ", ".join(map(str, self.eos_token_ids))
+        end_tokens = Identity(key="model.actor.path", what="the list of end tokens", shown=ends, digest=ends)
+        return {
+            **super().find_identities(),
+            **reward_identities(self.reward_config.arguments),
+            "end_tokens": end_tokens,
+        }
+
+    @override
+    def told_settings(self) -> dict[str, Any]:
+        return super().told_settings() | {"model.reward.function": self.reward_config.function}
 
     @override
     def setup(self, stage: str) -> None:

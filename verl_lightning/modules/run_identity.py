@@ -1,0 +1,160 @@
+"""What a run depends on and no checkpoint holds: compared when a run goes on, by content and never by path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+IDENTITIES_KEY = "identities"
+CONFIGS_KEY = "model_configs"
+
+PROBES = ("Hello, world! 12345 + 6.7", "  two  spaces\n\tand a tab\r\n", "Ünïcödé 漢字 🙂", "def f(x): return x ** 2")
+"""Texts in which tokenizers with the same vocabulary differ."""
+
+INCIDENTAL = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "chunk_size_feed_forward"),
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "dropout"),
+)
+"""Fields of a model's config that change nothing of what it computes, or are settings of training; beside names with a
+leading underscore."""
+
+EDGE = 65536
+"""Bytes of a file's beginning and end that its digest looks at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Something that must be the same in the run that wrote a checkpoint and in the one that goes on."""
+
+    key: str
+    """The user's setting that names it."""
+
+    what: str
+    """What it is, as a noun phrase."""
+
+    shown: str
+    """Its path or value, for people."""
+
+    digest: str
+    """What tells it from others; may be what is shown."""
+
+
+def digest_of(*parts: object) -> str:
+    """A short text that tells values from others, by how Python shows them."""
+    return hashlib.blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=8).digest().hex()
+
+
+def tokenizer_identities(tokenizer: PreTrainedTokenizerBase, path: str) -> dict[str, Identity]:
+    """A tokenizer, by its vocabulary and what it makes of some texts, and its chat template.
+
+    Args:
+        tokenizer: Of the policy.
+        path: Where it was loaded from.
+    """
+    made = [tokenizer(text)["input_ids"] for text in PROBES]
+    tokens = digest_of(sorted(tokenizer.get_vocab().items()), made)
+    key, template = "model.actor.path", digest_of(tokenizer.chat_template)
+    return {
+        "tokenizer": Identity(key=key, what="the tokenizer", shown=path, digest=tokens),
+        "chat_template": Identity(key=key, what="the chat template", shown=path, digest=template),
+    }
+
+
+def reward_identities(arguments: Mapping[str, Any]) -> dict[str, Identity]:
+    """The models that a reward function is given by path, by the names and sizes of their files and their edges."""
+    folders = {name: Path(value) for name, value in arguments.items() if isinstance(value, str)}
+    return {
+        f"reward model {name}": Identity(
+            key=f"model.reward.arguments.{name}",
+            what="the reward model",
+            shown=str(folder),
+            digest=digest_of([(file.name, file.stat().st_size, *edges(file)) for file in files_of(folder)]),
+        )
+        for name, folder in folders.items()
+        if (folder / "config.json").is_file()
+    }
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a model."""
+    return sorted(file for file in folder.glob("[!.]*") if file.is_file())
+
+
+def edges(file: Path) -> tuple[bytes, bytes]:
+    """The first and the last bytes of a file."""
+    with file.open("rb") as content:
+        first = content.read(EDGE)
+        content.seek(max(0, file.stat().st_size - EDGE))
+        return first, content.read()
+
+
+def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Identity]) -> None:
+    """Refuse to go on with something else than the run that wrote a checkpoint had.
+
+    Args:
+        saved: As `saved_identities` gave it; without what an older version did not keep.
+        ours: Of this run.
+
+    Raises:
+        ValueError: If a digest differs.
+    """
+    for name in saved.keys() & ours.keys():
+        there, here = saved[name], ours[name]
+        if there["digest"] != here.digest:
+            raise ValueError(
+                f"`{here.key}`: {here.what} is not that of `ckpt_path`: {for_people(**there)} there,"
+                f" {for_people(here.shown, here.digest)} here. Use that of the checkpoint's run, whatever its path; or"
+                " make a folder of its weights with `verl-export` and start a new run from that by `model.actor.path`."
+            )
+
+
+def for_people(shown: str, digest: str) -> str:
+    """A value and what tells it from others."""
+    return f"`{shown}`" + (f" ({digest})" if digest != shown else "")
+
+
+def saved_identities(identities: Mapping[str, Identity]) -> dict[str, dict[str, str]]:
+    """What a checkpoint keeps of them."""
+    return {name: {"shown": each.shown, "digest": each.digest} for name, each in identities.items()}
+
+
+def config_text(config: PretrainedConfig) -> str:
+    """What a checkpoint keeps of a model's config: all of it as JSON."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def check_config(key: str, saved: str, ours: str) -> None:
+    """Refuse a model of the same shapes that computes something else, such as by another base of its rotary embedding.
+
+    Args:
+        key: The user's setting that names the model.
+        saved: From `config_text`, of the run that wrote the checkpoint. Fields that only one of both has, as with
+            another version of transformers, are not compared.
+        ours: The same of this run.
+
+    Raises:
+        ValueError: With the first field that differs.
+    """
+    there, here = (dict(flat(json.loads(text))) for text in (saved, ours))
+    for name in sorted(there.keys() & here.keys()):
+        last = name.rpartition(".")[2]
+        if there[name] != here[name] and last not in INCIDENTAL and not last.startswith("_"):
+            raise ValueError(
+                f"`{key}`: `config.json` is not that of the model in `ckpt_path`: `{name}` was {there[name]} there and"
+                f" is {here[name]} here. Use the model of that run."
+            )
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf of nested mappings by its dotted name."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, value
