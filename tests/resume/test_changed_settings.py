@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.testing import assert_close
 
 from tests.processes import on_ranks
@@ -24,7 +25,7 @@ from tests.runs import (
 )
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig, OptimConfig
-from verl_lightning.modules.ppo_config import CriticConfig
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import DDPStrategy, FSDPStrategy
 
 SAVED = OptimConfig(lr=1e-3, schedule="linear", weight_decay=0.1)
@@ -142,6 +143,41 @@ def test_nothing_is_told_of_settings_that_stay(tiny_folder, chat_file, saved, ca
     with caplog.at_level(logging.INFO):
         sft(tiny_folder, chat_file, saved, optim=OptimConfig(**asdict(SAVED)), steps=3, ckpt_path=saved)
     assert "optim" not in caplog.text
+
+
+def test_patience_is_the_resumed_runs(tmp_path, tiny_folder, chat_file, caplog):
+    """Lightning restores that of the checkpoint, with the count that it limits; no validation here is better by 10."""
+
+    def fit(patience, steps, ckpt_path=None):
+        stopping = EarlyStopping("val/loss", min_delta=10, patience=patience)
+        trainer = make_trainer(tmp_path, stopping, max_steps=steps, val_check_interval=1, check_val_every_n_epoch=None)
+        trainer.fit(make_sft(tiny_folder), datamodule=make_chats(chat_file, chat_file), ckpt_path=ckpt_path)
+        return trainer, stopping
+
+    fit(patience=9, steps=3)[0].save_checkpoint(tmp_path / "saved.ckpt")
+    with caplog.at_level(logging.INFO):
+        trainer, stopping = fit(patience=3, steps=9, ckpt_path=tmp_path / "saved.ckpt")
+
+    assert (stopping.patience, trainer.global_step) == (3, 4)
+    assert "`EarlyStopping.patience`: 9 in the checkpoint, 3 now." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"), [({"coef": 0.1}, 0.3), ({"coef": 0.5}, 0.5), ({"coef": 0.1, "target": None}, 0.1)]
+)
+def test_an_adaptive_kl_weight_goes_on_unless_its_start_is_another(tmp_path, tiny_folder, prompt_file, changes, first):
+    def fit(kl, steps, ckpt_path=None):
+        recorder, module = Recorder(), make_ppo(tiny_folder, kl=kl)
+        trainer = make_trainer(tmp_path, make_rollout(), recorder, max_steps=steps)
+        trainer.fit(module, datamodule=make_prompts(prompt_file), ckpt_path=ckpt_path)
+        return trainer, module, recorder
+
+    kl = KLConfig(coef=0.1, target=0.01)
+    trainer, module, _ = fit(kl, steps=1)
+    module.kl_coef = 0.3  # what it has been steered to
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    assert fit(replace(kl, **changes), 2, tmp_path / "saved.ckpt")[2].column("actor/kl_coef") == [pytest.approx(first)]
 
 
 def ppo(folder, prompts, critic_optim, *, steps, ckpt_path=None):

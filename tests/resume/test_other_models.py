@@ -19,8 +19,8 @@ from tests.runs import (
     make_trainer,
 )
 from tests.tiny import write_tiny_folder
+from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.advantages import GAE
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 
 

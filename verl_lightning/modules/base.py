@@ -30,7 +30,7 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
-from verl_lightning.modules.run_identity import (
+from verl_lightning.modules.resume_checks import (
     CONFIGS_KEY,
     IDENTITIES_KEY,
     Identity,
@@ -41,7 +41,7 @@ from verl_lightning.modules.run_identity import (
     tokenizer_identities,
 )
 from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.modules.run_settings import SETTINGS_KEY, optim_settings, tell_changes
+from verl_lightning.modules.run_settings import SETTINGS_KEY, KeepPatience, tell_changes, training_settings
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
@@ -164,7 +164,7 @@ class PostTrainingModule(LightningModule):
 
     def told_settings(self) -> dict[str, Any]:
         """Settings by the user's keys that are told when a run goes on with others."""
-        return optim_settings(self.roles)
+        return training_settings(self.roles)
 
     @property
     def contract(self) -> PostTrainingStrategy:
@@ -266,7 +266,7 @@ class PostTrainingModule(LightningModule):
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
         telling = _PrintsMemoryPlan(), WarnOfLostUpdates()
-        resuming = FinishInterruptedStep(), AgreeOnSigterm()
+        resuming = FinishInterruptedStep(), KeepPatience(), AgreeOnSigterm()
         return [*phases, *averaging, _TimesCheckpoints(), *telling, _TeardownOnException(), *resuming]
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +46,8 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
     ppo_roles,
 )
-from verl_lightning.modules.run_identity import Identity
+from verl_lightning.modules.resume_checks import Identity
+from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.rewards.pool import RewardConfig
@@ -229,6 +231,11 @@ class PPOModule(SamplingModule):
         return found
 
     @override
+    def told_settings(self) -> dict[str, Any]:
+        kl = {} if self.kl is None else {f"model.kl.{name}": value for name, value in asdict(self.kl).items()}
+        return super().told_settings() | kl
+
+    @override
     def configure_optimizers(self) -> Any:
         trained = (role for role in self.roles if role.trainable)
         return [self.optimizer_config(role.name, getattr(self, role.name), role.config) for role in trained]
@@ -284,7 +291,9 @@ class PPOModule(SamplingModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if self.kl is not None and self.kl.target is not None:  # a fixed weight stays the configured one
-            self.kl_coef = checkpoint["kl_coef"]
+            saved = checkpoint.get(SETTINGS_KEY, {"model.kl.coef": self.kl.coef})  # an older version kept none
+            if saved.get("model.kl.coef") == self.kl.coef:  # so does a new start of an adaptive one
+                self.kl_coef = checkpoint["kl_coef"]
 
     def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
         if not self.needs_greedy_rollout:

@@ -7,16 +7,24 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from typing_extensions import override
 
 from verl_lightning.models.size import ModelRole
 
 SETTINGS_KEY = "told_settings"
 
 
-def optim_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
-    """Settings of the optimizers by the user's keys."""
-    trained = [role for role in roles if role.trainable]
-    return {f"{role.key}.optim.{name}": value for role in trained for name, value in asdict(role.config.optim).items()}
+def training_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
+    """Settings of how models are trained, by the user's keys: of optimizers, and of adapters what no shape shows."""
+    settings: dict[str, Any] = {}
+    for role in roles:
+        if role.trainable:
+            settings |= {f"{role.key}.optim.{name}": value for name, value in asdict(role.config.optim).items()}
+            if (lora := role.config.lora) is not None:
+                settings |= {f"{role.key}.lora.alpha": lora.alpha, f"{role.key}.lora.dropout": lora.dropout}
+    return settings
 
 
 def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -29,3 +37,21 @@ def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for key, value in ours.items():
         if key in saved and saved[key] != value:
             rank_zero_info(f"`{key}`: {saved[key]} in the checkpoint, {value} now.")
+
+
+class KeepPatience(Callback):
+    """Has an `EarlyStopping` of a resumed run wait as long as its own settings say; Lightning restores the other's."""
+
+    def __init__(self) -> None:
+        self._patience: list[tuple[EarlyStopping, int]] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
+        self._patience = [(each, each.patience) for each in callbacks if isinstance(each, EarlyStopping)]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback, ours in self._patience:
+            tell_changes({"EarlyStopping.patience": callback.patience}, {"EarlyStopping.patience": ours})
+            callback.patience = ours

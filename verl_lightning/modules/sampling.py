@@ -14,7 +14,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, Verdict
 from verl_lightning.modules.ppo_config import ValidationConfig
-from verl_lightning.modules.run_identity import Identity, reward_identities
+from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig

@@ -104,9 +104,9 @@ def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, 
     Raises:
         ValueError: If a digest differs.
     """
-    for name in saved.keys() & ours.keys():
-        there, here = saved[name], ours[name]
-        if there["digest"] != here.digest:
+    for name, here in ours.items():
+        there = saved.get(name)
+        if there is not None and there["digest"] != here.digest:
             raise ValueError(
                 f"`{here.key}`: {here.what} is not that of `ckpt_path`: {for_people(**there)} there,"
                 f" {for_people(here.shown, here.digest)} here. Use that of the checkpoint's run, whatever its path; or"
