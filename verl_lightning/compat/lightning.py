@@ -24,7 +24,7 @@ def hide_marketing() -> None:
 
 
 def is_no_marketing(record: logging.LogRecord) -> bool:
-    """False for a tip."""
+    """Tell what Lightning says of a run from a tip."""
     return not any(product in record.getMessage() for product in ("litlogger", "litmodels"))
 
 
@@ -59,7 +59,7 @@ def log_under_step(trainer: Trainer, step: int) -> None:
 
 
 def is_within_validation(loops: dict[str, Any]) -> bool:
-    """Whether a validation had begun and not ended when the loops were saved, which Lightning then finishes first."""
+    """Tell whether the loops were saved in the middle of a validation, which Lightning then finishes first."""
     batches = loops["epoch_loop.val_loop.batch_progress"]["total"]
     return bool(batches["ready"] == batches["started"] == batches["completed"] + 1 == batches["processed"] + 1)
 
@@ -82,13 +82,13 @@ def count_from(loops: dict[str, Any], *, epoch: int, num_done: int) -> None:
 
 
 def is_within_step(trainer: Trainer) -> bool:
-    """Whether a batch of training has begun, and not ended with its logging and validation."""
+    """Tell whether a batch of training has begun, and not ended with its logging and validation."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return trainer.training and trainer.fit_loop._data_fetcher is not None and progress.ready != progress.completed
 
 
 def metrics_to_log(trainer: Trainer) -> dict[str, float]:
-    """What Lightning is going to send to loggers at the end of the batch; empty if nothing."""
+    """Get the metrics that Lightning is going to send to loggers at the end of the batch; empty if none."""
     connector = trainer._logger_connector
     is_logged = connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
     return {name: float(value) for name, value in connector.metrics["log"].items()} if is_logged else {}
@@ -100,7 +100,7 @@ def send_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
 
 
 def validates_next(trainer: Trainer) -> bool:
-    """Whether a validation follows the batch in training."""
+    """Tell whether a validation follows the batch in training."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None  # it is within a batch
     return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
@@ -176,7 +176,7 @@ def swap_average(averaging: WeightAveraging, module: LightningModule) -> None:
 
 
 def saves_by_time(callback: ModelCheckpoint) -> bool:
-    """Whether a callback has a ``train_time_interval``."""
+    """Tell whether a callback has a ``train_time_interval``."""
     return callback._train_time_interval is not None
 
 

@@ -84,7 +84,7 @@ def set_process_groups(provider: Any) -> None:
 
 @contextmanager
 def progress_hidden() -> Iterator[None]:
-    """Within it Megatron-Bridge draws no progress bar, which it does on the standard output."""
+    """Keep Megatron-Bridge from drawing a progress bar, which it does on the standard output."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
@@ -108,7 +108,7 @@ def item_writer() -> types.ModuleType:
 
 @contextmanager
 def reading_by(reader: Any) -> Iterator[None]:
-    """Within it Megatron-Core reads a checkpoint folder by this reader; its own unpickles whatever it reads."""
+    """Have Megatron-Core read a checkpoint folder by this reader; its own unpickles whatever it reads."""
     with ExitStack() as stack:
         for name in READERS:
             module = import_module(f"megatron.core.dist_checkpointing.{name}")

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Within it a module calls our function by the name of one of its own.
+    """Have a module call our function by the name of one of its own.
 
     Raises:
         AttributeError: If the module has no such name.

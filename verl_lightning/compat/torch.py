@@ -52,7 +52,7 @@ STORAGE_INFO = "_StorageInfo"
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where an entry of a sharded checkpoint lies, as its table of contents says it.
+    """Describe where an entry of a sharded checkpoint lies, as its table of contents does.
 
     Args:
         file: Name of the file.
@@ -66,7 +66,7 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 @contextmanager
 def item_writer_replaced(module: ModuleType, write: Callable[..., Any]) -> Iterator[None]:
-    """Within it a module that writes a checkpoint's entries by torch's private `_write_item` calls our function.
+    """Have a module that writes a checkpoint's entries by torch's private `_write_item` call our function.
 
     `test_each_item_has_a_crc` and its like for Megatron fail when that has another name or is not used.
 
@@ -97,7 +97,7 @@ def load_alone(reader: StorageReader, state: dict[str, Any]) -> None:
 
 
 def is_running(group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed, which torch's public functions only tell by an error."""
+    """Tell whether a process group has not been destroyed, which torch's public functions tell by errors alone."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -107,7 +107,7 @@ def mark_static(tensor: Tensor, axis: int) -> None:
 
 
 def varlen_options() -> dict[str, Any]:
-    """What variable-length attention must be told of fewer key heads than query heads: 2.11 takes them unasked."""
+    """Get the option by which variable-length attention takes fewer key heads than query heads; 2.11 needs none."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

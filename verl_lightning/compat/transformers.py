@@ -17,12 +17,12 @@ def attention_of(backbone: PreTrainedModel) -> str | None:
 
 
 def has_state(backbone: PreTrainedModel) -> bool:
-    """Whether a model class says that its layers carry a state from token to token."""
+    """Tell whether a model class says that its layers carry a state from token to token."""
     return bool(getattr(backbone, "_is_stateful", False))
 
 
 def goes_through_attention_interface(backbone: PreTrainedModel) -> bool:
-    """Whether a model class says that it gets its attention kernel from `AttentionInterface`."""
+    """Tell whether a model class says that it gets its attention kernel from `AttentionInterface`."""
     return bool(getattr(backbone, "_supports_attention_backend", False))
 
 
@@ -62,5 +62,5 @@ def weights_as_stored(backbone: PreTrainedModel, weights: dict[str, Tensor]) -> 
 
 
 def asks_for_code(error: ValueError) -> bool:
-    """Whether transformers needs code of a repository, by its words: it has no type for that."""
+    """Tell whether transformers needs code of a repository, by its words: it has no type for that."""
     return "trust_remote_code" in str(error)
