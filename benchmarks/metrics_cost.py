@@ -37,8 +37,9 @@ from tests.runs import make_chats, make_ppo, make_prompts, make_rollout, make_sf
 from tests.tiny import quickstart, tiny_tokenizer, write_chat_file, write_prompt_file
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.modules import PPOModule, base, batch_phases, sft
+from verl_lightning.modules import PPOModule, base, sft
 from verl_lightning.modules.ppo_config import UpdateConfig
+from verl_lightning.telemetry import batch_phases
 from verl_lightning.telemetry.batch_phases import BatchPhases
 
 WARM_UP = 2
