@@ -6,14 +6,13 @@ import math
 
 import pytest
 
-from tests.examples.run_shipped import launch, shipped_files
+from tests.examples.shipped import launch, shipped_files
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
 def test_every_shipped_file_takes_a_step(strategy, devices, tmp_path):
-    results = launch(strategy, devices, tmp_path, timeout=800)
+    results = launch(strategy, devices, tmp_path)
 
     assert list(results) == shipped_files()
     wrong = {file: found for file, found in results.items() if found[0] != 1 or not 0 < found[1] < math.inf}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from tests.processes import start
 from verl_lightning.models import hf_folder
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import (
@@ -95,20 +95,18 @@ def write_and_die(source, target, writes):
 
 @pytest.mark.parametrize("writes", [1, 3])
 def test_a_kill_while_writing_leaves_the_old_folder(tmp_path, tiny_folder, writes):
-    make_folder(tmp_path / "last", "old")
+    models = tmp_path / "models"
+    make_folder(models / "last", "old")
 
-    arguments = tiny_folder, tmp_path / "last", writes
-    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=arguments)
-    process.start()
-    process.join()
+    with start(write_and_die, tiny_folder, models / "last", writes, folder=tmp_path / "process") as process:
+        process.wait(code=-signal.SIGKILL)
 
-    assert process.exitcode == -signal.SIGKILL
-    assert (tmp_path / "last" / "config.json").read_text() == "old"
-    (half,) = tmp_path.glob(".*")
+    assert (models / "last" / "config.json").read_text() == "old"
+    (half,) = models.glob(".*")
     with pytest.raises(ValueError, match="config.json"):
         AutoModelForCausalLM.from_pretrained(half)
-    clear_partial_folders(tmp_path)
-    assert os.listdir(tmp_path) == ["last"]
+    clear_partial_folders(models)
+    assert os.listdir(models) == ["last"]
 
 
 def test_removal_of_a_folder_that_is_gone_is_fine(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from peft import PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.processes import start
 from tests.runs import make_model_config
 from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
@@ -231,12 +231,10 @@ def write_and_die(base, target):
 
 
 def test_a_kill_while_writing_leaves_the_old_adapter(tmp_path, tiny_folder, adapter_folder):
-    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tiny_folder, adapter_folder))
-    process.start()
-    process.join()
+    with start(write_and_die, tiny_folder, adapter_folder, folder=tmp_path / "process") as process:
+        process.wait(code=-signal.SIGKILL)
 
     (half,) = tmp_path.glob(".*.partial")
-    assert process.exitcode == -signal.SIGKILL
     assert (half / "adapter_model.safetensors").exists()
     with pytest.raises(ValueError, match="Can't find 'adapter_config.json'"):
         PeftModel.from_pretrained(base_of(tiny_folder), half)

@@ -1,22 +1,16 @@
-"""One attempt to bring a `verl-fit` run to its end, in a process of its own that starts fast."""
+"""Attempts to bring a `verl-fit` run to its end, in processes that may be killed."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import sys
 import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import yaml
 
+from tests.processes import Process, run_verl_fit, start
 from tests.runs import REWARDS
 
 NUM_STEPS = 30
-CONTEXT = multiprocessing.get_context("forkserver")  # imports once, then forks: a start takes no ten seconds
-CONTEXT.set_forkserver_preload(["verl_lightning.lightning_cli"])
 
 
 def write_settings(path: Path, *, model: Path, prompts: Path) -> None:
@@ -53,59 +47,26 @@ def write_settings(path: Path, *, model: Path, prompts: Path) -> None:
     path.write_text(yaml.safe_dump(settings))
 
 
-def fit(folder: Path) -> None:
-    """`verl-fit --config ../ppo.yaml --ckpt_path auto` in a folder, as the leader of a process group."""
-    os.setsid()
-    os.chdir(folder)
-    output = os.open("output.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.argv = ["verl-fit", "--config", "../ppo.yaml", "--ckpt_path", "auto"]
-    from verl_lightning.cli import main
-
-    main()
+def start_attempt(folder: Path) -> Process:
+    """`verl-fit --config ../ppo.yaml --ckpt_path auto` in a folder."""
+    return start(run_verl_fit, "--config", "../ppo.yaml", "--ckpt_path", "auto", folder=folder)
 
 
-class Attempt:
-    """A process that trains; on leaving the context, it and its reward workers are gone."""
+def wait_for_checkpoints(folder: Path, count: int, attempt: Process) -> float:
+    """Waits for so many new checkpoints, or for the end of the attempt; gives the seconds of the last one's step."""
+    last, began, seconds = checkpoint_time(folder), time.monotonic(), 0.0
+    while count and attempt.poll() is None:
+        if checkpoint_time(folder) != last:
+            last, count = checkpoint_time(folder), count - 1
+            began, seconds = time.monotonic(), time.monotonic() - began
+        time.sleep(0.002)
+    return seconds
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self.process: ForkServerProcess = CONTEXT.Process(target=fit, args=(folder,))
 
-    def __enter__(self) -> Attempt:
-        self.begin = time.time()
-        self.process.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.process.is_alive():
-            self.kill()
-
-    def wait_for_training(self) -> None:
-        """Until the process has written a checkpoint, or has ended."""
-        checkpoint = self.folder / "runs/version_0/checkpoints/last.ckpt"
-        while self.process.is_alive() and not (checkpoint.exists() and checkpoint.stat().st_mtime > self.begin):
-            time.sleep(0.002)
-
-    def finish(self) -> None:
-        """Wait for the end, which must be a good one."""
-        self.process.join()
-        assert self.process.exitcode == 0, (self.folder / "output.txt").read_text()[-3000:]
-
-    def kill(self) -> None:
-        """SIGKILL for the whole group."""
-        assert self.process.pid is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
-
-    def survivors(self) -> list[int]:
-        """Processes of the group that still run: reward workers, if anything. Waits some seconds for their end."""
-        deadline = time.monotonic() + 10
-        while (found := members(self.process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return found
+def checkpoint_time(folder: Path) -> int:
+    """When the last checkpoint was written."""
+    checkpoint = folder / "runs/version_0/checkpoints/last.ckpt"
+    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
 
 
 def members(group: int | None) -> list[int]:

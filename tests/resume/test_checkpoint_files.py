@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from tests.processes import start
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import write_tiny_folder
 from verl_lightning.models.hf_folder import atomic_folder
@@ -32,11 +32,9 @@ def test_a_kill_while_writing_leaves_the_previous_file(tmp_path):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, path)
 
-    writer = multiprocessing.get_context("fork").Process(target=write_and_be_killed, args=(path,))
-    writer.start()
-    writer.join()
+    with start(write_and_be_killed, path, folder=tmp_path / "process") as writer:
+        writer.wait(code=9)
 
-    assert writer.exitcode == 9
     assert torch.equal(torch.load(path)["weights"], torch.zeros(3))
     assert [file.name for file in tmp_path.glob("*.ckpt")] == ["last.ckpt"]  # `ckpt_path: last` finds no half file
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.resume.attempt import Attempt, write_settings
+from tests.processes import wait_until
+from tests.resume.attempt import members, start_attempt, wait_for_checkpoints, write_settings
 from tests.resume.experiment import assert_same_state, read_metrics
-from tests.tiny import ROOT
 
 NUM_KILLS = 4
 
@@ -19,35 +20,33 @@ NUM_KILLS = 4
 def run_with_kills(folder: Path, dice: random.Random) -> int:
     """Starts the run again and again until it ends by itself; returns how often it was killed."""
     for kills in range(NUM_KILLS):
-        with Attempt(folder) as attempt:
-            attempt.wait_for_training()
-            attempt.process.join(timeout=dice.uniform(0, 0.6))
-            if not attempt.process.is_alive():
-                attempt.finish()
+        with start_attempt(folder) as attempt:
+            step_seconds = wait_for_checkpoints(folder, dice.randint(1, 4), attempt)
+            time.sleep(dice.uniform(0, step_seconds))
+            if attempt.poll() is not None:
+                attempt.wait()
                 return kills
-        assert not attempt.survivors()
-    with Attempt(folder) as attempt:
-        attempt.finish()
-    assert not attempt.survivors()
+        wait_until(lambda: not members(attempt.pid))
+    with start_attempt(folder) as attempt:
+        attempt.wait()
+    wait_until(lambda: not members(attempt.pid))
     return NUM_KILLS
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_killed_run_equals_the_uninterrupted_one(record_property, monkeypatch, tmp_path, tiny_folder, prompt_file):
+def test_killed_run_equals_the_uninterrupted_one(record_property, tmp_path, tiny_folder, prompt_file):
     """Kills fall anywhere: in rollouts, updates, validations and while a checkpoint is written."""
     seed = random.SystemRandom().randrange(10**6)
-    monkeypatch.syspath_prepend(ROOT)  # for the processes to come
     record_property("seed of the kills", seed)
     sys.stdout.write(f"seed of the kills: {seed}\n")  # pytest shows it when the test fails
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
 
-    with Attempt(tmp_path / "whole") as whole:
+    with start_attempt(tmp_path / "whole") as whole:
         kills = run_with_kills(tmp_path / "killed", random.Random(seed))
-        whole.finish()
+        whole.wait()
 
-    assert kills >= 2
+    assert kills > 0
     ours, theirs = (
         torch.load(tmp_path / name / "runs/version_0/checkpoints/last.ckpt", weights_only=True)
         for name in ("killed", "whole")

@@ -1,15 +1,12 @@
 """What every strategy must do: scenarios to run under it, whose results must equal those of one process under `auto`.
 
 A scenario is a function of a `Bench`; it is run on every rank and returns numbers and tensors that are equal on all of
-them. `run_conformance.py` runs all under one strategy, with Lightning's own launcher; `test_conformance.py` compares.
+them; `test_conformance.py` compares.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,32 +102,6 @@ class Bench:
         """A PPO module in which micro-batches divide nothing evenly."""
         parts = {"actor": self.model(), "update": UpdateConfig(mini_batch_size=2, micro_batch_size=3)}
         return make_ppo(self.folder / "model", **parts | changes)
-
-
-def launch(strategy: str, folder: Path, *options: str, timeout: float, devices: int = 2) -> dict[str, Any]:
-    """Results of several processes; a hang is a failure.
-
-    Args:
-        strategy: How they share the work.
-        folder: From `write_inputs`.
-        options: Of ``run_conformance.py``.
-        timeout: Seconds after which they hang.
-        devices: How many they are.
-    """
-    script, out = Path(__file__).with_name("run_conformance.py"), folder / "results.pt"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, script, "--strategy", strategy, "--folder", folder, "--out", out]
-    run = subprocess.run(
-        [*command, "--devices", str(devices), *options],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr[-5000:]
-    results: dict[str, Any] = torch.load(out)
-    return results
 
 
 def write_inputs(folder: Path) -> None:

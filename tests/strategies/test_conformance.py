@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, Results, launch, run_scenarios
-from tests.strategies.fsdp_layouts import EXACT, LAYOUTS
+from tests.processes import on_ranks
+from tests.strategies.conformance import AGGREGATIONS, SCENARIOS, Bench, Results, run_scenarios
+from tests.strategies.fsdp_layouts import EXACT, LAYOUTS, run_layouts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1100)]
+pytestmark = pytest.mark.slow
 
 RUNS = sorted(SCENARIOS.keys() - {"whole_weights"})
 STRATEGIES = ["ddp", "fsdp"]
@@ -33,22 +34,34 @@ def expected(inputs: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session", params=STRATEGIES)
 def actual(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
-    """Results of two processes; a hang is a failure."""
+    """Results of two processes."""
     return run_two(request.param, inputs)
 
 
 @pytest.fixture(scope="session")
 def layouts(inputs: Path) -> dict[str, Any]:
     """Results of two and of four processes that share work in other ways, by layout."""
-    four = launch("fsdp", inputs, "--layouts", "--scenarios", "", timeout=500, devices=4)
-    layouts: dict[str, Any] = run_two("fsdp", inputs)["layouts"] | four["layouts"]
-    return layouts
+    four: dict[str, Any] = on_ranks(4, run_layouts_alone, inputs)[0]
+    return run_two("fsdp", inputs)["layouts"] | four
 
 
 @functools.cache
 def run_two(strategy: str, inputs: Path) -> dict[str, Any]:
     """Once for all tests."""
-    return launch(strategy, inputs, *(["--layouts"] if strategy == "fsdp" else []), timeout=500)
+    results: dict[str, Any] = on_ranks(2, run_all, strategy, inputs)[0]
+    return results
+
+
+def run_all(strategy: str, inputs: Path) -> dict[str, Any]:
+    """The results of every scenario on each of two ranks, and those of the layouts of ``fsdp``."""
+    bench = Bench(strategy=strategy, devices=2, folder=inputs)
+    results = dict(run_scenarios(bench))
+    return results | ({"layouts": dict(run_layouts(bench))} if strategy == "fsdp" else {})
+
+
+def run_layouts_alone(inputs: Path) -> dict[str, Any]:
+    """The results of the layouts of four ranks."""
+    return dict(run_layouts(Bench(strategy="fsdp", devices=4, folder=inputs)))
 
 
 @pytest.mark.parametrize("scenario", RUNS)

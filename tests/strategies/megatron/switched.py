@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from tests.examples.run_shipped import CHATS, PROMPTS, TINY, RecordedCLI
+from tests.examples.shipped import CHATS, PROMPTS, TINY, RecordedCLI
 from tests.strategies.conformance import Bench
 from verl_lightning.cli import normalize_arguments
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from tests.examples.run_shipped import launch, shipped_files
+from tests.examples.shipped import launch, shipped_files
 
 
 @pytest.mark.backend
 @pytest.mark.timeout(900)
 def test_every_shipped_file_takes_a_step(tmp_path):
-    results = launch("megatron", 2, tmp_path, timeout=800)
+    results = launch("megatron", 2, tmp_path)
 
     assert list(results) == shipped_files()
     assert {file for file, (step, norm) in results.items() if step != 1 or not 0 < norm < math.inf} == set()

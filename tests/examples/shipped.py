@@ -1,24 +1,14 @@
-"""Takes one step with every YAML file of the repository under one strategy, on the tiny model.
-
-``python tests/examples/run_shipped.py --strategy ddp --devices 2 --folder inputs --out results.json``, from the root of
-the repository; Lightning starts the other processes.
-"""
+"""One step with every YAML file of the repository under one strategy, on the tiny model."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import torch
 import yaml
 from typing_extensions import override
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from tests.processes import on_ranks
 from tests.runs import REWARDS, Recorder
 from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
 from verl_lightning.lightning_cli import CLI
@@ -75,44 +65,25 @@ def words_for(file: str, strategy: str, devices: int) -> list[str]:
     return [word for name in files for word in ("--config", str(ROOT / name))] + ["--strategy", strategy, *words]
 
 
-def launch(strategy: str, devices: int, folder: Path, *, timeout: float) -> dict[str, tuple[int, float]]:
-    """The trainer's counter and the gradient's norm after each file's step, in processes of their own."""
-    out = folder / "results.json"
-    words = ["--strategy", strategy, "--devices", str(devices), "--folder", str(folder), "--out", str(out)]
-    run = subprocess.run(
-        [sys.executable, __file__, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return {file: tuple(numbers) for file, numbers in json.loads(out.read_text()).items()}
-
-
-def main() -> None:
-    """Runs all files; rank 0 saves each one's counter and gradient norm."""
-    parser = argparse.ArgumentParser(description="Take one step with every shipped YAML file.")
-    parser.add_argument("--strategy", required=True, help="ours by name, or auto")
-    parser.add_argument("--devices", type=int, required=True, help="processes")
-    parser.add_argument("--folder", type=Path, required=True, help="for the model and the data")
-    parser.add_argument("--out", type=Path, required=True, help="file for the results")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.strategy == "megatron":
+def take_steps(strategy: str, folder: Path) -> dict[str, tuple[int, float]]:
+    """The trainer's counter and the gradient's norm after each file's step, on this rank."""
+    if strategy == "megatron":
         from tests.strategies.megatron.cpu import pretend_cuda
 
         pretend_cuda()
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first:
-        write_tiny_folder(arguments.folder / "model")
-        write_prompt_file(arguments.folder / "prompts.jsonl")
-        write_chat_file(arguments.folder / "chats.jsonl")
-    os.chdir(arguments.folder)
+    os.chdir(folder)
     results = {}
     for file in shipped_files():
-        cli = RecordedCLI(words_for(file, arguments.strategy, arguments.devices))
+        cli = RecordedCLI(words_for(file, strategy, int(os.environ["WORLD_SIZE"])))
         (step,) = cli.recorder.steps
-        results[file] = [cli.trainer.global_step, step.get("actor/grad_norm", step.get("train/grad_norm"))]
-    if is_first:
-        arguments.out.write_text(json.dumps(results))
+        results[file] = (cli.trainer.global_step, step.get("actor/grad_norm", step.get("train/grad_norm")))
+    return results
 
 
-if __name__ == "__main__":
-    main()
+def launch(strategy: str, devices: int, folder: Path) -> dict[str, tuple[int, float]]:
+    """What the first of several ranks saw."""
+    write_tiny_folder(folder / "model")
+    write_prompt_file(folder / "prompts.jsonl")
+    write_chat_file(folder / "chats.jsonl")
+    results: dict[str, tuple[int, float]] = on_ranks(devices, take_steps, strategy, folder)[0]
+    return results
