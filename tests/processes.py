@@ -233,6 +233,7 @@ def _main(call: bytes, folder: Path, output: Path, environment: Mapping[str, str
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:
         function, args = pickle.loads(call)

@@ -1,16 +1,18 @@
-"""The processes of engines in Ray actors, for tests that kill them."""
+"""Engines in Ray actors that are killed."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
+from pathlib import Path
 
-import psutil
 from lightning.pytorch import Callback, Trainer
 
 from verl_lightning.callbacks import RayRollout
+from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.ray_engines import RayEngines
+from verl_lightning.types import Rollout
 
 
 def engine_pids(engines: RayEngines) -> list[int]:
@@ -20,16 +22,18 @@ def engine_pids(engines: RayEngines) -> list[int]:
     return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engines._actors])
 
 
-def kill_at_work(pids: list[int], killed: list[int]) -> None:
-    """SIGKILL for the first of these processes that is seen to sample; it is put into the second list."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        for pid in pids:
-            if " ".join(psutil.Process(pid).cmdline()).startswith("ray::EngineActor.generate"):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-                return
-        time.sleep(0.02)
+class MortalEngine(HFEngine):
+    """Kills its process when it is asked and a file is there, which it takes away first."""
+
+    order: Path
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+        try:
+            self.order.unlink()
+        except FileNotFoundError:  # also if another replica was faster
+            return super().generate(prompts, sampling)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
 
 
 class EngineKiller(Callback):

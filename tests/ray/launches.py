@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+from tests import processes
+from tests.processes import Process
 from tests.tiny import ROOT
 
-VERL_FIT = str(Path(sys.executable).with_name("verl-fit"))
 # With a schedule that does not depend on the length of the run.
 SCHEDULES = ["--model.actor.optim.schedule=constant", "--model.critic.model.optim.schedule=constant"]
 RUN = ["--config", "../ppo.yaml", "--strategy", "ddp", *SCHEDULES]
@@ -19,42 +15,16 @@ RUN = ["--config", "../ppo.yaml", "--strategy", "ddp", *SCHEDULES]
 ENDLESS = ["--trainer.max_steps=1000000", "--trainer.callbacks+=tests.ray.parts.StepMarker"]
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`verl-fit` in a folder, with its output in ``output.txt`` there."""
-    folder.mkdir(exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+def start(folder: Path, *words: str) -> Process:
+    """`verl-fit` in a folder."""
+    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     environment["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # Ray looks after its workers every two seconds
-    with (folder / "output.txt").open("a") as output:
-        return subprocess.Popen(
-            [VERL_FIT, *words],
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    return processes.start(processes.run_verl_fit, *words, folder=folder, environment=environment)
 
 
-def finish(process: subprocess.Popen[str], folder: Path, *, code: int = 0) -> str:
-    """Waits for the end, which must have this exit code; gives the output."""
-    try:
-        process.wait(timeout=800)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    output = (folder / "output.txt").read_text()
-    assert process.returncode == code, output[-4000:]
-    return output
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Process) -> None:
     """Until a run has finished so many steps."""
-    deadline = time.monotonic() + 400
-    while last_step(folder) < step:
-        assert process.poll() is None, (folder / "output.txt").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    processes.wait_until(lambda: last_step(folder) >= step, process)
 
 
 def last_step(folder: Path) -> int:

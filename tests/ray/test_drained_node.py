@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import wait_until
 from tests.ray.conftest import SIZE, start_cluster
-from tests.ray.launches import ENDLESS, finish, last_step, ray_words, start, steps_done_twice, wait_for_step
+from tests.ray.launches import ENDLESS, last_step, ray_words, start, steps_done_twice, wait_for_step
 from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
 
@@ -22,28 +22,25 @@ def drain(cluster: Any, node: Any) -> None:
     """Tells the cluster that a node will be taken away in five minutes."""
     words = ["--address", cluster.address, "--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     words += ["--reason-message", "spot", "--deadline-remaining-seconds", "300"]
-    subprocess.run([Path(sys.executable).with_name("ray"), "drain-node", *words], check=True, timeout=60)
+    subprocess.run([Path(sys.executable).with_name("ray"), "drain-node", *words], check=True)
 
 
 @pytest.mark.backend
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_a_run_leaves_a_node_that_is_taken_away(tmp_path, tiny_folder, prompt_file):
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
     cluster, folder = start_cluster(head_cpus=1), tmp_path / "run"  # all workers on the second node
     [node] = cluster.worker_nodes
     rare = "--trainer.callbacks.every_n_train_steps=1000000"  # only what is saved at the notice can be gone on from
-    process = start(folder, *ray_words(cluster.address, cpus=2), rare, *ENDLESS)
-    wait_for_step(folder, 2, process)
+    with start(folder, *ray_words(cluster.address, cpus=2), rare, *ENDLESS) as process:
+        wait_for_step(folder, 2, process)
 
-    cluster.add_node(**SIZE, node_ip_address="127.0.0.3")
-    drain(cluster, node)
-    while "starting all workers again" not in (folder / "output.txt").read_text():
-        wait_for_step(folder, last_step(folder), process)
-        time.sleep(0.1)
-    wait_for_step(folder, last_step(folder) + 2, process)
-    os.kill(process.pid, signal.SIGTERM)
-    output = finish(process, folder, code=128 + signal.SIGTERM)
+        cluster.add_node(**SIZE, node_ip_address="127.0.0.3")
+        drain(cluster, node)
+        wait_until(lambda: "starting all workers again" in process.output, process)
+        wait_for_step(folder, last_step(folder) + 2, process)
+        os.kill(process.pid, signal.SIGTERM)
+        output = process.wait(code=128 + signal.SIGTERM)
     cluster.shutdown()
 
     assert "NodeLeavingError" in output
