@@ -16,120 +16,62 @@ policies as Hugging Face folders. It exits with 1 if reinforcement learning lift
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import subprocess
+import multiprocessing
+import os
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
-import torch
-from matplotlib import pyplot
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from verl_lightning.models.config import ModelConfig
-from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.seeding import derive_seed
-
 HERE = Path(__file__).resolve().parent
-LEAST_LIFT = {"grpo": 0.4, "ppo": 0.3}
-MODELS = {"before": "model", "after SFT": "sft/hf/last", "after GRPO": "grpo/hf/last", "after PPO": "ppo/hf/last"}
+# To import Lightning takes longer than to train here: it is imported once, and each command runs in a fork.
+CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+if sys.platform != "win32":
+    CONTEXT.set_forkserver_preload(["verl_lightning.lightning_cli"])
 
 
 def train(workdir: Path, *, seed: int, steps: int) -> None:
     """Prepare the task and run the three trainings, each in a process of its own."""
-    commands = [[sys.executable, HERE / "prepare.py", "--out", "runs/quickstart", "--seed", str(seed)]]
-    verl_fit = [Path(sys.executable).with_name("verl-fit"), "--seed_everything", str(seed), "--config"]
+    commands = [["python", HERE / "prepare.py", "--out", "runs/quickstart", "--seed", seed]]
+    verl_fit = ["verl-fit", "--seed_everything", seed, "--config"]
     commands.append([*verl_fit, HERE / "sft.yaml"])
-    commands += [[*verl_fit, HERE / f"{name}.yaml", "--trainer.max_steps", str(steps)] for name in LEAST_LIFT]
+    commands += [[*verl_fit, HERE / f"{name}.yaml", "--trainer.max_steps", steps] for name in ("grpo", "ppo")]
     for command in commands:
         words = [str(word) for word in command]
         print(f"\n$ {' '.join(words)}", flush=True)
-        subprocess.run(words, cwd=workdir, check=True)
+        if code := call(run_command, workdir, words):
+            sys.exit(code)
 
 
-def accuracy(folder: Path, questions: list[dict], *, temperature: float) -> float:
-    """Share of held-out questions whose sampled answer is exactly right."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    texts = [
-        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in questions
-    ]
-    tokens = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    engine = HFEngine(
-        ModelConfig(path=str(folder)), eos_token_ids=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
-    )
-    engine.start(torch.device("cpu"))
-    prompts = Prompts(
-        prompt_ids=tokens.input_ids,
-        prompt_mask=tokens.attention_mask.bool(),
-        seeds=[[derive_seed("quickstart", row)] for row in range(len(questions))],
-    )
-    rollout = engine.generate(prompts, SamplingConfig(max_new_tokens=12, temperature=temperature))
-    answers = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
-    right = [answer == row["reward_model"]["ground_truth"] for answer, row in zip(answers, questions, strict=True)]
-    return sum(right) / len(right)
+def run_command(words: list[str]) -> None:
+    """A script of Python, or `verl-fit`."""
+    if words[0] == "python":
+        sys.argv = words[1:]
+        runpy.run_path(words[1], run_name="__main__")
+    else:
+        from verl_lightning.cli import main  # late: this process only has others do things
+
+        main(words[1:])
 
 
-def read_curve(file: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric in a CSV log."""
-    with file.open() as lines:
-        points = [(int(row["step"]) + 1, float(row[metric])) for row in csv.DictReader(lines) if row.get(metric)]
-    return [step for step, _ in points], [value for _, value in points]
+def show(seed: int) -> None:
+    """Say what came of it; exits with 1 if a training lifted the accuracy by less than it should."""
+    from report import report
+
+    sys.exit(0 if report(Path("runs/quickstart"), title=f"Exact match on held-out questions, seed {seed}") else 1)
 
 
-def newest_log(folder: Path) -> Path:
-    """The metrics of the last run that logged here."""
-    return max(folder.glob("version_*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+def call(function: Callable[..., None], workdir: Path, *args: object) -> int | None:
+    """The exit code of a process that calls a function in a folder."""
+    process = CONTEXT.Process(target=_call, args=(function, workdir, args))
+    process.start()
+    process.join()
+    return process.exitcode
 
 
-def draw(folder: Path) -> Path:
-    """Reward and held-out accuracy over the steps of both trainings, as a PNG."""
-    matplotlib.use("Agg")
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for name in LEAST_LIFT:
-        log = newest_log(folder / name)
-        axes[0].plot(*read_curve(log, "critic/score/mean"), label=name.upper())
-        axes[1].plot(*read_curve(log, "val/reward"), marker="o", label=name.upper())
-    for axis, title in zip(axes, ("reward of training responses", "accuracy on held-out questions"), strict=True):
-        axis.set(title=title, xlabel="iteration", ylim=(0, 1))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    target = folder / "curves.png"
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
-    return target
-
-
-def report(folder: Path, *, title: str) -> bool:
-    """Print the table; whether both trainings lifted the accuracy by what they should."""
-    questions = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    table = Table(title=title, title_justify="left")
-    for column in ("model", "sampled", "greedy"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    sampled = {}
-    for name, path in MODELS.items():
-        sampled[name] = accuracy(folder / path, questions, temperature=1.0)
-        greedy = accuracy(folder / path, questions, temperature=0.0)
-        table.add_row(name, f"{sampled[name]:.3f}", f"{greedy:.3f}")
-    Console(width=80).print(table)
-    lifts = {name: sampled[f"after {name.upper()}"] - sampled["after SFT"] for name in LEAST_LIFT}
-    for name, lift in lifts.items():
-        print(f"{name.upper()} lifted the sampled accuracy by {lift:+.3f} (at least {LEAST_LIFT[name]:+.1f} wanted)")
-    return all(lifts[name] >= LEAST_LIFT[name] for name in lifts)
-
-
-def check_export(folder: Path) -> None:
-    """The exported policy is an ordinary Hugging Face model."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    chat = [{"role": "user", "content": "sort 7301"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    print(f"{folder} loads with AutoModelForCausalLM; it answers 'sort 7301' with {answer!r}")
+def _call(function: Callable[..., None], workdir: Path, args: tuple[object, ...]) -> None:
+    os.chdir(workdir)
+    function(*args)
 
 
 def main() -> None:
@@ -138,16 +80,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="several run in runs/seed_N each")
     parser.add_argument("--steps", type=int, default=80, help="iterations of GRPO and of PPO")
     options = parser.parse_args()
-    is_good = True
+    codes = []
     for seed in options.seeds:
         workdir = Path.cwd() if len(options.seeds) == 1 else Path.cwd() / "runs" / f"seed_{seed}"
         workdir.mkdir(parents=True, exist_ok=True)
         train(workdir, seed=seed, steps=options.steps)
-        folder = workdir / "runs" / "quickstart"
-        is_good &= report(folder, title=f"Exact match on held-out questions, seed {seed}")
-        print(f"Curves: {draw(folder)}")
-        check_export(folder / MODELS["after GRPO"])
-    sys.exit(0 if is_good else 1)
+        codes.append(call(show, workdir, seed))
+    sys.exit(any(codes))
 
 
 if __name__ == "__main__":
