@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.tolerances import needs_compiler
 from verl_lightning.functional import log_probs
 from verl_lightning.functional.log_probs import (
     log_probs_and_entropy,
@@ -29,7 +30,7 @@ def plain_log_probs_and_entropy(logits: torch.Tensor, temperature: float) -> tup
 
 @pytest.mark.parametrize(
     ("chunk_numel", "compiled"),
-    [(1, False), (2**26, False), pytest.param(1, True, marks=pytest.mark.slow)],
+    [(1, False), (2**26, False), pytest.param(1, True, marks=[pytest.mark.slow, needs_compiler])],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # of torch.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile

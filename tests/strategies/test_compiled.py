@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.runs import make_model_config
-from tests.tolerances import assert_near
+from tests.tolerances import assert_near, needs_compiler
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.strategies.compiled import compile_block, is_ragged
 from verl_lightning.types import TokenBatch
@@ -28,6 +28,7 @@ def test_sequences_of_one_length_are_not_ragged(boundaries, longest, answer):
 
 
 @pytest.mark.slow
+@needs_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # of torch, while it compiles
 def test_ragged_batches_share_a_graph_and_its_numbers(tiny_folder):
     config = make_model_config(tiny_folder, packing="always", attn_implementation="varlen")
