@@ -45,7 +45,6 @@ def wait_for_two(path: Path, reader: int) -> None:
     os.close(writer)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of a parent")
 def test_nothing_outlives_a_killed_parent(pipe):
     with subprocess.Popen([sys.executable, "-c", PARENT, stuck(pipe[0])[-1]]) as parent:
@@ -55,7 +54,6 @@ def test_nothing_outlives_a_killed_parent(pipe):
     assert os.read(pipe[1], 1) == b""
 
 
-@pytest.mark.timeout(60)
 def test_all_that_a_process_has_started_ends_with_it(pipe):
     process = SupervisedProcess(*stuck(pipe[0]))
     wait_for_two(*pipe)
@@ -67,7 +65,6 @@ def test_all_that_a_process_has_started_ends_with_it(pipe):
     assert os.read(pipe[1], 1) == b""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("way", "code"), [("import os; os._exit(3)", 3), ("signal.raise_signal(9)", -9), ("None", 0)])
 def test_an_exit_code_is_that_of_the_process(way, code):
     process = SupervisedProcess("timeit", "-n1", "-r1", f"import signal; {way}", stdout=subprocess.DEVNULL)

@@ -15,7 +15,6 @@ SIZES = {"prompts": 8, "samples": 4, "prompt-length": 16, "response-length": 16,
 
 
 @pytest.mark.backend
-@pytest.mark.timeout(900)  # three runs; a minute on an idle machine
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_rows_are_compared_with_the_colocated_one(tmp_path):
     words = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]

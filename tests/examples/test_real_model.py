@@ -32,7 +32,6 @@ def workspace(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.real_model
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "metric"), [("sft", "train/loss"), ("ppo", "actor/grad_norm")])
 def test_a_pretrained_model_takes_steps(name, metric, workspace):
     """The shipped configuration and the example's small one over it."""

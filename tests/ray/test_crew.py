@@ -63,7 +63,6 @@ def test_the_actor_with_the_least_cost_outstanding_is_asked():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # it would wait for the successor without end
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_a_request_goes_to_the_living_while_the_dead_is_replaced(joined_cluster, tmp_path):
     demand = Demand(option="workers", count=2, cpus=1.0)

@@ -13,7 +13,6 @@ from tests.tiny import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute on an idle machine
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_two_nodes_train_while_their_engines_sample(tmp_path):
     command = [sys.executable, str(ROOT / "examples/ray/run.py"), "--steps", "6"]

@@ -33,7 +33,6 @@ def fit(folder: Path, last_step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks gloo processes")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # as in a process of its own
-@pytest.mark.timeout(600)
 def test_two_ranks_resume_exactly(tmp_path, tiny_folder, prompt_file):
     write_settings(tmp_path / "ppo.yaml", model=tiny_folder, prompts=prompt_file)
     for name in ("whole", "killed"):
