@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from verl_lightning.models.lora import has_adapters, write_adapter
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.weights import value_head_weights
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.monitors import unknown_monitor
 from verl_lightning.modules.weight_averaging import averaged_weights
 
 
@@ -189,3 +191,7 @@ class HFCheckpoint(FolderCheckpoint):
     @override
     def remove(self, path: Path) -> None:
         remove_folder(path)
+
+    @override
+    def refuse_monitor(self, metrics: Collection[str]) -> None:
+        raise MisconfigurationException(unknown_monitor(self, str(self.monitor), metrics))

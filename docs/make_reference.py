@@ -27,7 +27,7 @@ from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.launch.options import LaunchOptions
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.strategies import PYTHON_ONLY, STRATEGIES
+from verl_lightning.strategies import STRATEGIES
 
 HERE = Path(__file__).parent
 OPEN = """\
@@ -57,7 +57,7 @@ def groups() -> dict[str, list[type]]:
 
 def options_of(owner: type) -> list[argparse.Action]:
     """The options that YAML may set on a class, fields of plain groups one by one."""
-    actions = (action for action in actions_of(class_parser(owner)) if action.dest not in PYTHON_ONLY)
+    actions = actions_of(class_parser(owner))
     return [action for action in actions if action.default != argparse.SUPPRESS and type_of(action) is not None]
 
 

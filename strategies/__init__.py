@@ -17,9 +17,6 @@ Lightning's for FSDP1, which can neither run on CPUs nor clip a norm."""
 DDP_NAMES = {"ddp_find_unused_parameters_true": True, "ddp_find_unused_parameters_false": False}
 """Lightning's names of `ddp` with a setting, and the setting."""
 
-PYTHON_ONLY = frozenset({"checkpoint_io"})
-"""Parameters of strategies that no key of a file sets: `trainer.plugins` does."""
-
 
 def register_strategies(**options: dict[str, Any]) -> None:
     """Lets Lightning find our strategies by name, also where `auto` chooses one.
@@ -42,7 +39,6 @@ register_strategies()
 
 __all__ = [
     "DDP_NAMES",
-    "PYTHON_ONLY",
     "STRATEGIES",
     "DDPStrategy",
     "FSDPStrategy",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import wandb
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -44,6 +45,8 @@ def raise_(error: BaseException) -> None:
 USERS: dict[str, Callable[[], object]] = {
     "a bad value": read_nothing,
     "parts that do not fit": lambda: raise_(MisconfigurationException("a and b")),
+    "a service that refuses": lambda: raise_(wandb.errors.CommError("no such project")),
+    "a service without a key": lambda: raise_(wandb.errors.AuthenticationError("log in first")),
 }
 FAULTS: dict[str, Callable[[], object]] = {
     "a library's error": lambda: torch.zeros(2).reshape(3),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import sys
 from types import FrameType
 
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -22,7 +21,14 @@ class InternalValueError(ValueError):
 
 
 USERS_ERRORS = (ValueError, TypeError, OSError, ImportError, RunError)
-"""What this package raises, beside Lightning's `MisconfigurationException`, for the user to mend."""
+"""What this package raises for the user to mend, beside Lightning's `MisconfigurationException`."""
+
+LIBRARIES_ERRORS = {
+    ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
+    ("wandb.errors.errors", "CommError"),
+    ("wandb.errors.errors", "UsageError"),
+}
+"""Module and name of what libraries raise for the user to mend, wherever they do."""
 
 
 NO_PREDICT = (
@@ -35,11 +41,10 @@ NO_PREDICT = (
 def is_meant_for_user(error: BaseException) -> bool:
     """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
 
-    True for Lightning's `MisconfigurationException`, and for `USERS_ERRORS` of a ``raise`` statement of this package.
+    True for `LIBRARIES_ERRORS`, and for `USERS_ERRORS` of a ``raise`` statement of this package.
     What a library raises, or a mistaken call of ours, keeps its traceback.
     """
-    exceptions = sys.modules.get("lightning.fabric.utilities.exceptions")  # else none of its errors was raised
-    if exceptions is not None and isinstance(error, exceptions.MisconfigurationException):
+    if any((kind.__module__, kind.__name__) in LIBRARIES_ERRORS for kind in type(error).__mro__):
         return True
     if not isinstance(error, USERS_ERRORS) or isinstance(error, InternalValueError) or error.__traceback__ is None:
         return False

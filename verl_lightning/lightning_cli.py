@@ -44,7 +44,7 @@ from verl_lightning.run_folders import (
     runs_folder,
     version_of,
 )
-from verl_lightning.strategies import DDP_NAMES, PYTHON_ONLY, STRATEGIES, register_strategies
+from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 
 CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollout": RolloutCallback}
@@ -167,10 +167,7 @@ class CLI(OpenCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for name, strategy in STRATEGIES.items():
             parser.add_class_arguments(
-                strategy,
-                name,
-                skip=set(PYTHON_ONLY),
-                help=f"Settings of the strategy `{name}`; used when it is chosen",
+                strategy, name, help=f"Settings of the strategy `{name}`; used when it is chosen"
             )
         for slot, base in CALLBACK_SLOTS.items():
             parser.add_subclass_arguments(base, slot, fail_untyped=False, required=False, help=slot_help(base))

@@ -142,6 +142,16 @@ def missing_package(user: str, module: str, way_out: str) -> str | None:
     return f"{user} needs the package `{module}`, which is not installed. {way_out}"
 
 
+def missing_attention(name: str) -> str | None:
+    """About an ``attn_implementation``; transformers finds that of FlashAttention in either package."""
+    if name != "flash_attention_2" or has_package("flash_attn") or has_package("kernels"):
+        return None
+    return (
+        "`attn_implementation: flash_attention_2` needs the package `flash_attn`, which is not installed. Install it,"
+        " or set `attn_implementation: auto`, which needs no package."
+    )
+
+
 def missing_vllm() -> str | None:
     """About `VLLMRollout`."""
     return None if has_package("vllm") else no_vllm("No module named 'vllm'")

@@ -84,6 +84,7 @@ def test_averages_are_reached():
 def test_checkpoint_callbacks_save_and_remove_by_these_methods(tmp_path):
     signatures = {
         "_save_checkpoint": ["self", "trainer", "filepath"],
+        "_save_topk_checkpoint": ["self", "trainer", "monitor_candidates"],
         "_remove_checkpoint": ["self", "trainer", "filepath"],
         "_find_last_checkpoints": ["self", "trainer"],
     }

@@ -60,6 +60,15 @@ def test_refuses_text_in_another_encoding(tmp_path):
         read_rows(str(tmp_path / "a.jsonl"), columns=[])
 
 
+def test_refuses_parquet_that_is_none_or_cut_off(tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
+    for content in (b"", b"PK" + bytes(40), file.read_bytes()[:-9]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.parquet` is no parquet file, or not the whole of one: "):
+            read_rows(str(file), columns=[])
+
+
 def test_refuses_a_file_without_rows(tmp_path):
     (tmp_path / "empty.jsonl").touch()
 

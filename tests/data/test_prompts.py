@@ -93,6 +93,15 @@ def test_without_validation_files_nothing_is_validated(tmp_path):
     assert module.val_batches == []
 
 
+def test_files_that_become_one_metric_are_told(tmp_path):
+    files = [write_jsonl(tmp_path / name, [make_row("ab", data_source=source)]) for name, source in SOURCES.items()]
+    with pytest.warns(UserWarning, match=r"a\.jsonl` and `.*c\.jsonl` have the data source `x`, so .* one metric"):
+        make_trainer().validate(Recorder(), make_data((), val_files=files))
+
+
+SOURCES = {"a.jsonl": "x", "b.jsonl": "y", "c.jsonl": "x"}
+
+
 def test_a_prompt_over_the_limit_stops_the_run_and_says_what_to_do(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("1"), make_row("123456")])
 

@@ -69,7 +69,6 @@ def test_callbacks_that_do_nothing_under_ppo(tmp_path, tiny_folder, prompt_file,
         ),
         ({}, {"update": UpdateConfig(mini_batch_size=3)}, r"`update\.mini_batch_size` \(3 prompts\) must divide"),
         ({"top_p": 0.9}, {"update": UpdateConfig(old_log_probs="engine")}, r"a part of the vocabulary where"),
-        ({"max_new_tokens": 2048}, {}, r"add up to 2080 tokens, but the model reads at most 2048"),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path, tiny_folder, prompt_file, sampling, parts, message):
@@ -77,6 +76,17 @@ def test_parts_that_do_not_fit(tmp_path, tiny_folder, prompt_file, sampling, par
     trainer = make_trainer(tmp_path, make_rollout(sampling=SamplingConfig(**options)))
     with pytest.raises(ValueError, match=message):
         trainer.fit(make_ppo(tiny_folder, **parts), datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize("name", ["sampling", "val_sampling"])
+def test_responses_beyond_the_models_positions_before_it_is_built(tmp_path, tiny_folder, prompt_file, name):
+    rollout, module = make_rollout(**{name: SamplingConfig(num_samples=4, max_new_tokens=2048)}), make_ppo(tiny_folder)
+    with pytest.raises(ValueError, match=rf"`rollout\.{name}\.max_new_tokens` add up to 2080 tokens, but the model r"):
+        make_trainer(tmp_path, rollout).fit(module, datamodule=make_prompts(prompt_file, prompt_file))
+    assert module.actor is None
+
+    if name == "val_sampling":  # nothing is sampled so
+        make_trainer(tmp_path, rollout, max_steps=1).fit(module, datamodule=make_prompts(prompt_file))
 
 
 def test_a_model_whose_responses_cannot_end(tmp_path, prompt_file):

@@ -15,7 +15,16 @@ from lightning.pytorch.callbacks import (
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.runs import Recorder, make_chats, make_model_config, make_ppo, make_sft, make_trainer
+from tests.runs import (
+    Recorder,
+    make_chats,
+    make_model_config,
+    make_ppo,
+    make_prompts,
+    make_rollout,
+    make_sft,
+    make_trainer,
+)
 from tests.tiny import write_uneven_chat_file
 from tests.tolerances import assert_near
 from verl_lightning.models.config import OptimConfig
@@ -236,3 +245,13 @@ def test_the_learning_rate_schedule_counts_optimizer_steps(tmp_path, tiny_folder
     fit(tmp_path, tiny_folder, chats, recorder, optim=optim, max_steps=4, accumulate_grad_batches=2)
     # Warm-up 1/2, 2/2, then half a cosine to a tenth over two steps.
     assert [step["train/lr"] for step in recorder.steps[1::2]] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.55e-3])
+
+
+@pytest.mark.parametrize("kind", [SFTModule, PPOModule])
+def test_a_run_without_batches_is_refused(tmp_path, tiny_folder, chats, prompt_file, kind):
+    if kind is SFTModule:
+        module, data, callbacks = make_sft(tiny_folder), make_chats(chats), []
+    else:
+        module, data, callbacks = make_ppo(tiny_folder), make_prompts(prompt_file), [make_rollout()]
+    with pytest.raises(MisconfigurationException, match=r"limit_train_batches` is 0, so there is nothing to train on"):
+        make_trainer(tmp_path, *callbacks, limit_train_batches=0).fit(module, datamodule=data)

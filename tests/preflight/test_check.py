@@ -140,6 +140,10 @@ MISSING = [
     ("--trainer.logger MLFlowLogger", "`trainer.logger: MLFlowLogger` needs the package `mlflow`, which is not insta"),
     ("--trainer.precision transformer-engine", "`trainer.precision: transformer-engine` needs the package `transfor"),
     (
+        "--model.actor.attn_implementation flash_attention_2",
+        "`model.actor`: `attn_implementation: flash_attention_2` needs the package `flash_attn`, which is not inst",
+    ),
+    (
         "--strategy megatron",
         "`trainer.strategy: megatron` needs `megatron-core` 0.19.x on Python 3.12, found none. Inst",
     ),

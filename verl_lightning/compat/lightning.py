@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -196,6 +197,19 @@ class FolderCheckpoint(ModelCheckpoint):
     def remove(self, path: Path) -> None:
         """Remove a folder that was written."""
         raise NotImplementedError
+
+    def refuse_monitor(self, metrics: Collection[str]) -> None:
+        """Raise, since ``monitor`` is not among the metrics though a validation has logged its own."""
+        raise NotImplementedError
+
+    @override
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        try:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        except MisconfigurationException:  # Lightning's calls each such callback a `ModelCheckpoint`
+            if self.monitor not in monitor_candidates:
+                self.refuse_monitor(monitor_candidates)
+            raise
 
     @override
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:

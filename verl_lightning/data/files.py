@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow import parquet  # type: ignore[import-untyped]
+from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
 from verl_lightning.needs import missing_data_file
 
@@ -23,6 +23,9 @@ class Row:
 
     name: str
     """What error messages call it: its number, counted from 1, and its file."""
+
+    file: str = ""
+    """Path of its file."""
 
 
 def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row]:
@@ -72,7 +75,8 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
         with file.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield Row(values=_parse_line(line, f"row {number} of `{file}`"), name=f"row {number} of `{file}`")
+                    name = f"row {number} of `{file}`"
+                    yield Row(values=_parse_line(line, name), name=name, file=str(file))
     except UnicodeDecodeError as error:
         raise ValueError(f"The data file `{file}` is no text in UTF-8: {error}. Save it as UTF-8.") from error
 
@@ -88,5 +92,9 @@ def _parse_line(line: str, name: str) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-    for number, values in enumerate(parquet.read_table(file).to_pylist(), start=1):
-        yield Row(values=values, name=f"row {number} of `{file}`")
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"The data file `{file}` is no parquet file, or not the whole of one: {error}") from error
+    for number, values in enumerate(rows, start=1):
+        yield Row(values=values, name=f"row {number} of `{file}`", file=str(file))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Bool, Int
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -47,6 +49,7 @@ class PromptDataset:
         row_index: Position of each row in the data files.
         pad_token_id: Fills the padding.
         fingerprint: What tells the rows from others; empty if it is not known.
+        files: Paths of the files of each data source.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class PromptDataset:
         *,
         pad_token_id: int,
         fingerprint: str = "",
+        files: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.rows = rows
         self.prompt_ids = prompt_ids
         self.row_index = row_index
         self.pad_token_id = pad_token_id
         self.fingerprint = fingerprint
+        self.files = files or {}
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -162,7 +167,16 @@ class PromptDataModule(TokenizedDataModule):
             kept,
             pad_token_id=tokenizer.pad_token_id,
             fingerprint=fingerprint(found[index] for index in kept),
+            files=files_by_source(rows[index] for index in kept),
         )
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        for name in ("val", "test"):
+            source = getattr(self._loaders.get(name), "source", None)
+            if isinstance(source, PromptDataset):
+                tell_shared_sources(source.files)
 
     def first_rows(self) -> list[dict[str, Any]]:
         """The first row of each data source, of at most 16 of them; after ``setup``."""
@@ -182,6 +196,24 @@ class PromptDataModule(TokenizedDataModule):
         return _share(self.val_batch_size, world_size, "val_batch_size")
 
 
+def files_by_source(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """Paths of the files that have rows of each data source."""
+    files: dict[str, dict[str, None]] = {}
+    for row in rows:
+        files.setdefault(row.values["data_source"], {})[row.file] = None
+    return {source: list(paths) for source, paths in files.items()}
+
+
+def tell_shared_sources(files: Mapping[str, Sequence[str]]) -> None:
+    """Warn where rows of several files will be one metric, since metrics are told apart by data source."""
+    for source, paths in files.items():
+        if len(paths) > 1:
+            rank_zero_warn(
+                f"Rows of {' and '.join(f'`{path}`' for path in paths)} have the data source `{source}`, so their"
+                " rewards are one metric. To tell them apart, give the rows of each file a `data_source` of their own."
+            )
+
+
 def _checked(row: Row) -> Row:
     reward_model = row.values["reward_model"]
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
@@ -193,7 +225,7 @@ def _checked(row: Row) -> Row:
     if not isinstance(row.values.get("extra_info"), dict | None):
         raise ValueError(f"Expected `extra_info` to be an object in {row.name}, got {row.values['extra_info']!r}.")
     prompt = clean_messages(row.values["prompt"], name=f"`prompt` in {row.name}")
-    return Row(values={**row.values, "prompt": prompt}, name=row.name)
+    return replace(row, values={**row.values, "prompt": prompt})
 
 
 def _share(size: int, world_size: int, name: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from verl_lightning.compat.torch import varlen_options
 from verl_lightning.compat.transformers import attention_of, goes_through_attention_interface, has_state
 from verl_lightning.models.sequence_parallel import SequencePart
+from verl_lightning.needs import missing_attention
 
 VARLEN: Final = "varlen"
 
@@ -41,7 +43,13 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def best_attention(name: str) -> str:
-    """The kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`."""
+    """The kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`.
+
+    Raises:
+        MisconfigurationException: If its package is not installed.
+    """
+    if (complaint := missing_attention(name)) is not None:
+        raise MisconfigurationException(complaint)
     return name if name != "auto" else VARLEN if has_varlen_kernel() else "sdpa"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from verl_lightning.faults import is_meant_for_user
@@ -13,7 +14,7 @@ from verl_lightning.needs import adapter_as_model, missing_model, no_model
 
 LIBRARY_ERRORS = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
-    SafetensorError,
+    *(SafetensorError, StrictDataclassError),
 )
 """What transformers and what it calls raise over files and settings that are not as they expect."""
 

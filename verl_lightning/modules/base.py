@@ -30,6 +30,7 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
+from verl_lightning.modules.monitors import check_monitors
 from verl_lightning.modules.resume_checks import (
     CONFIGS_KEY,
     IDENTITIES_KEY,
@@ -191,6 +192,11 @@ class PostTrainingModule(LightningModule):
         """Whether an optimizer step may have several such passes."""
         return True
 
+    @property
+    def validation_metrics(self) -> set[str] | None:
+        """Names below ``val/`` of what a validation logs; None where they are not known."""
+        return None
+
     pass_key = "data.batch_size"
     """The option that says how large a pass is."""
 
@@ -260,8 +266,10 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         if self.trainer.predicting:
             raise MisconfigurationException(NO_PREDICT)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
             self.check_callback(callback)
+        check_monitors(callbacks, self)
         lock_first(self.trainer)
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
@@ -271,6 +279,11 @@ class PostTrainingModule(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "fit" and self.trainer.limit_train_batches == 0:
+            raise MisconfigurationException(
+                "`trainer.limit_train_batches` is 0, so there is nothing to train on. Raise it; to evaluate alone, run"
+                " `verl-fit validate`."
+            )
         strategy = self.trainer.strategy
         self.__dict__.pop("identities", None)  # of another stage
         self.clock.use(strategy.root_device)

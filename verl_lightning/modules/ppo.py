@@ -30,7 +30,6 @@ from verl_lightning.modules.judge import Verdict
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_checks import (
-    check_length,
     check_options,
     check_parts,
     check_ppo_callback,
@@ -251,7 +250,6 @@ class PPOModule(SamplingModule):
             update=self.update,
             max_tokens=self.max_tokens,
         )
-        check_length(self.plan.max_tokens, getattr(self.policy.backbone.config, "max_position_embeddings", None))
         self.print_table(self.plan.table())
 
     @override

@@ -105,23 +105,6 @@ def check_sampling(
         )
 
 
-def check_length(max_tokens: int | None, limit: int | None) -> None:
-    """Refuse sequences that are longer than the model reads.
-
-    Args:
-        max_tokens: Longest prompt and response together; None where it is not known.
-        limit: The model's positions; None where it has no limit.
-
-    Raises:
-        ValueError: With what to shorten.
-    """
-    if limit is not None and max_tokens is not None and max_tokens > limit:
-        raise ValueError(
-            f"`data.max_prompt_length` and `rollout.sampling.max_new_tokens` add up to {max_tokens} tokens, but the"
-            f" model reads at most {limit}. Shorten one of them."
-        )
-
-
 def check_trainer(trainer: Trainer) -> None:
     """Refuse Trainer options that manual optimization leaves without effect.
 

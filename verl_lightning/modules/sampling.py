@@ -11,6 +11,8 @@ from typing_extensions import override
 
 from verl_lightning.faults import RunError
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.library_errors import model_must_be_at
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, Verdict
 from verl_lightning.modules.ppo_config import ValidationConfig
@@ -38,6 +40,25 @@ class RowSource(Protocol):
         """The first row of each data source."""
 
 
+def check_length(name: str, longest: int, sampling: SamplingConfig, limit: int) -> None:
+    """Refuse sequences that are longer than the model reads.
+
+    Args:
+        name: Of the sampling settings.
+        longest: Prompt, in tokens.
+        sampling: How it is answered.
+        limit: The model's positions.
+
+    Raises:
+        ValueError: With what to shorten.
+    """
+    if (total := longest + sampling.max_new_tokens) > limit:
+        raise ValueError(
+            f"`data.max_prompt_length` and `rollout.{name}.max_new_tokens` add up to {total} tokens, but the"
+            f" model reads at most {limit}. Shorten one of them."
+        )
+
+
 class SamplingModule(PostTrainingModule):
     """A policy that is judged by its sampled responses.
 
@@ -53,6 +74,12 @@ class SamplingModule(PostTrainingModule):
         self.validation = validation
         self._judge: Judge | None = None
         self._scored: list[ScoredResponse] = []
+
+    @property
+    @override
+    def validation_metrics(self) -> set[str] | None:
+        names = ["reward", "response_length", "unscored_responses", *(f"pass@{k}" for k in self.validation.pass_k)]
+        return {f"val/{name}" for name in names}
 
     @property
     def max_tokens(self) -> int | None:
@@ -83,10 +110,24 @@ class SamplingModule(PostTrainingModule):
                 f"`validation.pass_k` asks for pass@{largest}, but `rollout.val_sampling.num_samples` is"
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
+        self._check_lengths(stage)
         self._judge = Judge(self.reward_config, self.tokenizer)
         if self.contract.model_parallel_rank == 0:
             self._judge.start()
             self._judge.try_out(self._rows_to_try())
+
+    def _check_lengths(self, stage: str) -> None:
+        """Refuse responses that are longer than the model reads, before it is built."""
+        longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
+        with model_must_be_at(self.policy_config.path):
+            config = read_config(self.policy_config.path).get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        if longest is None or limit is None:
+            return
+        if stage == "fit":
+            check_length("sampling", longest, self.rollout_source.sampling, limit)
+        if stage != "fit" or self.trainer.enable_validation:
+            check_length("val_sampling", longest, self.rollout_source.val_sampling, limit)
 
     @override
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:

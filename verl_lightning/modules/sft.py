@@ -84,6 +84,11 @@ class SFTModule(PostTrainingModule):
         assert self.actor is not None
         return self.actor
 
+    @property
+    @override
+    def validation_metrics(self) -> set[str] | None:
+        return {"val/loss"}
+
     pass_key = "model.max_tokens_per_micro_batch"
 
     @property

@@ -19,7 +19,7 @@ CHOICES = {
 
 STRATEGIES = {
     "ddp": "verl_lightning.strategies.ddp.DDPStrategy",
-    "fsdp": "verl_lightning.strategies.fsdp.FSDPStrategy",
+    "fsdp": "verl_lightning.strategies.fsdp.strategy.FSDPStrategy",
     "megatron": "verl_lightning.strategies.megatron.strategy.MegatronStrategy",
 }
 """Class by key, of what always has settings."""

@@ -11,6 +11,7 @@ from verl_lightning.needs import (
     broken_weights,
     has_certainly_no_gpu,
     missing_adapter,
+    missing_attention,
     missing_checkpoint,
     missing_data_file,
     missing_megatron,
@@ -95,10 +96,7 @@ def about_files(reading: Reading) -> Iterator[str]:
         yield from told(missing_checkpoint(path))
     if reading.own_class("model") is not None:
         for role in ("model.actor", "model.critic.model"):
-            if isinstance(path := reading.get(f"{role}.path"), str):
-                yield from told(missing_model(path), role)
-            if isinstance(path := reading.get(f"{role}.lora.adapter_path"), str):
-                yield from told(missing_adapter(Path(path)) or broken_weights(Path(path, ADAPTER_WEIGHTS)), role)
+            yield from about_model(reading, role)
         if isinstance(function := reading.get("model.reward.function"), str):
             check_exists(function)
     if reading.own_class("data") is not None:
@@ -107,6 +105,16 @@ def about_files(reading: Reading) -> Iterator[str]:
             files = reading.get(key)
             for file in [files] if isinstance(files, str) else files or ():
                 yield from told(missing_data_file(Path(str(file))), key)
+
+
+def about_model(reading: Reading, role: str) -> Iterator[str]:
+    """Folders of one model, and the package of its kernel."""
+    if isinstance(path := reading.get(f"{role}.path"), str):
+        yield from told(missing_model(path), role)
+    if isinstance(attention := reading.get(f"{role}.attn_implementation"), str):
+        yield from told(missing_attention(attention), role)
+    if isinstance(path := reading.get(f"{role}.lora.adapter_path"), str):
+        yield from told(missing_adapter(Path(path)) or broken_weights(Path(path, ADAPTER_WEIGHTS)), role)
 
 
 def told(complaint: str | None, key: str = "") -> Iterator[str]:

@@ -1,0 +1,45 @@
+"""Refuses callbacks that wait for a metric which no validation will log."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+
+if TYPE_CHECKING:
+    from verl_lightning.modules.base import PostTrainingModule
+
+KNOWN = ("lightning", "pytorch_lightning", "verl_lightning")
+"""Packages whose classes log nothing below ``val/`` but what our modules say; others may."""
+
+
+def check_monitors(callbacks: Sequence[Callback], module: PostTrainingModule) -> None:
+    """Look at what each callback monitors before the run begins; Lightning does after the first validation.
+
+    Raises:
+        MisconfigurationException: With the closest name.
+    """
+    names = module.validation_metrics
+    parts = [*map(type, callbacks), type(module)]
+    if names is None or any(part.__module__.partition(".")[0] not in KNOWN for part in parts):
+        return
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and monitor.startswith("val/") and monitor not in names:
+            raise MisconfigurationException(unknown_monitor(callback, monitor, names))
+
+
+def unknown_monitor(callback: Callback, monitor: str, names: Collection[str]) -> str:
+    """Says that nothing logs what a callback monitors, and what comes closest.
+
+    Args:
+        callback: It.
+        monitor: Name of the metric.
+        names: Of metrics that are logged.
+    """
+    close = difflib.get_close_matches(monitor, names, n=1)
+    hint = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(f'`{name}`' for name in sorted(names))}."
+    return f"`{type(callback).__name__}` has `monitor: {monitor}`, which nothing logs. {hint}"
