@@ -27,7 +27,7 @@ T = TypeVar("T")
 CHECKPOINT_KEY = "rollout_ahead"
 
 
-class Ahead:
+class Prefetch:
     """A batch whose responses are being sampled in another thread.
 
     Args:
@@ -95,12 +95,12 @@ class OneStepOffRollout(RolloutCallback):
         if overlap and turns is not None:
             raise ValueError("`rollout.overlap` samples single responses. Set it to false, or take `turns` out.")
         self.overlap = overlap
-        self._ahead: Ahead | None = None
+        self._prefetch: Prefetch | None = None
         self._saved: list[dict[str, Any]] = []  # of each rank, until training starts
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._ahead = None
+        self._prefetch = None
         if self.overlap and stage == "fit":
             check_overlap(pl_module)
         super().setup(trainer, pl_module, stage)
@@ -109,7 +109,7 @@ class OneStepOffRollout(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
         if self.overlap and self._saved:
-            self._ahead = restored(self._saved, trainer, pl_module)
+            self._prefetch = restored(self._saved, trainer, pl_module)
         self._saved = []
 
     @override
@@ -124,27 +124,27 @@ class OneStepOffRollout(RolloutCallback):
 
     def _swap(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any], batch_idx: int) -> None:
         """Begin to sample this batch, and put in its place the one that was sampled meanwhile."""
-        ahead, asked, purpose, age = self._ahead, dict(batch), "train", 0
-        if ahead is None:
+        prefetch, asked, purpose, age = self._prefetch, dict(batch), "train", 0
+        if prefetch is None:
             super().on_train_batch_start(trainer, module, batch, batch_idx)
             purpose = "ahead"  # the same prompts once more, with other noise
         else:
             with module.phase("gen"):
-                rollout = self._take(module, ahead)
-            age = trainer.global_step - ahead.weights_step
+                rollout = self._take(module, prefetch)
+            age = trainer.global_step - prefetch.weights_step
             self._sync(trainer, module, batch)
             batch.clear()
-            batch.update(ahead.batch | {"rollout": rollout})
+            batch.update(prefetch.batch | {"rollout": rollout})
         module.log("rollout/staleness", float(age), batch_size=1)
         prompts = self._prompts(trainer, asked, self.sampling, purpose)
         engine, own = self._engine, own_part(prompts, module.contract)
         assert engine is not None
-        self._ahead = Ahead(asked, trainer.global_step, lambda: engine.generate(own, self.sampling))
+        self._prefetch = Prefetch(asked, trainer.global_step, lambda: engine.generate(own, self.sampling))
 
-    def _take(self, module: PostTrainingModule, ahead: Ahead) -> Rollout:
+    def _take(self, module: PostTrainingModule, prefetch: Prefetch) -> Rollout:
         """The responses of all ranks with this rank's data, waited for. Collective."""
-        part = self._attempt(module, lambda: ahead.result(module.trainer.global_step))
-        return self._join(module, part, len(ahead.batch["row_index"]))
+        part = self._attempt(module, lambda: prefetch.result(module.trainer.global_step))
+        return self._join(module, part, len(prefetch.batch["row_index"]))
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """What some work of the engine yields; where engines may die, done anew until it does. Collective."""
@@ -154,21 +154,21 @@ class OneStepOffRollout(RolloutCallback):
     def _sample(
         self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
     ) -> Rollout:
-        if self._ahead is not None:
-            self._ahead.settle()
+        if self._prefetch is not None:
+            self._prefetch.settle()
         return super()._sample(trainer, module, batch, sampling, purpose)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        ahead = self._ahead
-        if ahead is None:
+        prefetch = self._prefetch
+        if prefetch is None:
             return
         assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
-        rollout = self._take(pl_module, ahead).to(torch.device("cpu"))
+        rollout = self._take(pl_module, prefetch).to(torch.device("cpu"))
         fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
         state = {
-            "row_index": ahead.batch["row_index"].tolist(),
-            "weights_step": ahead.weights_step,
+            "row_index": prefetch.batch["row_index"].tolist(),
+            "weights_step": prefetch.weights_step,
             "rollout": fields | {"row_lengths": None},
         }
         checkpoint[CHECKPOINT_KEY] = pl_module.contract.gather_over_data_parallel(state)
@@ -182,14 +182,14 @@ class OneStepOffRollout(RolloutCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._ahead is not None:
+        if self._prefetch is not None:
             self._abandon()
-            self._ahead.settle()
-            self._ahead = None
+            self._prefetch.settle()
+            self._prefetch = None
         super().teardown(trainer, pl_module, stage)
 
 
-def restored(saved: Sequence[dict[str, Any]], trainer: Trainer, module: PostTrainingModule) -> Ahead | None:
+def restored(saved: Sequence[dict[str, Any]], trainer: Trainer, module: PostTrainingModule) -> Prefetch | None:
     """This rank's share of the batches that all ranks of a run had sampled ahead; None if its prompts are gone.
 
     Args:
@@ -215,7 +215,7 @@ def restored(saved: Sequence[dict[str, Any]], trainer: Trainer, module: PostTrai
     )
     rollout = deal_out(saved, rank=rank, ranks=ranks, pad_token_id=module.tokenizer.pad_token_id)
     part = part_of(rollout, contract)
-    return Ahead(batch, saved[0]["weights_step"], lambda: part.to(module.device))
+    return Prefetch(batch, saved[0]["weights_step"], lambda: part.to(module.device))
 
 
 def deal_out(saved: Sequence[dict[str, Any]], *, rank: int, ranks: int, pad_token_id: int) -> Rollout:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.json_files import to_json, write_whole
 from verl_lightning.callbacks.samples_page import write_page
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.run_folders import shared_run_folder
@@ -91,10 +91,10 @@ class SamplesTable(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        verdict: Verdict = outputs["verdict"]
+        reward_result: RewardResult = outputs["reward_result"]
         prompts = batch["rollout"].prompt_index.tolist()
         room = self.num_rows - len(self._rows)
-        responses = zip(prompts, verdict.responses, verdict.known_rewards, strict=True)
+        responses = zip(prompts, reward_result.responses, reward_result.known_rewards, strict=True)
         for index, response, reward in islice(responses, room):
             row = batch["rows"][index]
             self._rows.append(
@@ -130,7 +130,7 @@ class SamplesTable(Callback):
             return
         mask = experience.response_mask
         advantages = (experience.advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-        rewards = scored.verdict.known_rewards
+        rewards = scored.reward_result.known_rewards
         table = []
         for index in range(min(self.num_rows, len(scored.rollout))):
             row = None if rows is None else rows[int(scored.rollout.prompt_index[index])]
@@ -139,7 +139,7 @@ class SamplesTable(Callback):
                     "step": step,
                     "data_source": None if row is None else row["data_source"],
                     "prompt": self._cut(_prompt(module, scored.rollout, index) if row is None else _said(row)),
-                    "response": self._cut(scored.verdict.responses[index]),
+                    "response": self._cut(scored.reward_result.responses[index]),
                     "reward": rewards[index],
                     "advantage": float(advantages[index]),
                 }

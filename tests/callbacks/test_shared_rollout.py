@@ -40,7 +40,7 @@ class Witness(Callback):
     def on_experience(self, module, scored, experience, rows):
         names = ("input_ids", "response_mask", "rollout_log_probs", "prompt_index")
         tensors = {name: getattr(scored.rollout, name) for name in names}
-        self.steps.append(tensors | {"rewards": scored.verdict.rewards})
+        self.steps.append(tensors | {"rewards": scored.reward_result.rewards})
 
 
 def train(folder, ranks, num_prompts, reward):

@@ -51,7 +51,7 @@ def test_waiting_groups_are_dealt_out_to_the_ranks_there_are(ranks, responses):
 
     dealt = [deal_out(saved, rank=rank, ranks=ranks, pad_token_id=0) for rank in range(ranks)]
 
-    assert [part.verdict.responses for (part,) in dealt] == responses
+    assert [part.reward_result.responses for (part,) in dealt] == responses
 
 
 def test_waiting_groups_keep_the_batchs_order():
@@ -60,7 +60,7 @@ def test_waiting_groups_keep_the_batchs_order():
 
     (whole,) = deal_out(saved, rank=0, ranks=1, pad_token_id=0)
 
-    assert whole.verdict.responses == ["0", "1", "p1", "p1", "2", "3", "p3", "p3"]
+    assert whole.reward_result.responses == ["0", "1", "p1", "p1", "2", "3", "p3", "p3"]
 
 
 def test_failures_are_counted_once_after_the_ranks_have_changed():
@@ -68,12 +68,12 @@ def test_failures_are_counted_once_after_the_ranks_have_changed():
 
     dealt = [deal_out(saved, rank=rank, ranks=3, pad_token_id=0)[0] for rank in range(3)]
 
-    assert [part.verdict.num_errors for part in dealt] == [6, 0, 0]
+    assert [part.reward_result.num_errors for part in dealt] == [6, 0, 0]
     assert [part.num_groups for part in dealt] == [1, 0, 0]
 
 
 def with_failures(scored) -> ScoredRollout:
-    return dataclasses.replace(scored, verdict=dataclasses.replace(scored.verdict, num_errors=3))
+    return dataclasses.replace(scored, reward_result=dataclasses.replace(scored.reward_result, num_errors=3))
 
 
 def test_more_ranks_than_before_share_the_groups():
@@ -81,11 +81,11 @@ def test_more_ranks_than_before_share_the_groups():
 
     dealt = [deal_out(saved, rank=rank, ranks=2, pad_token_id=0) for rank in range(2)]
 
-    assert [part.verdict.responses for (part,) in dealt] == [["0", "1"], ["2", "3"]]
+    assert [part.reward_result.responses for (part,) in dealt] == [["0", "1"], ["2", "3"]]
 
 
 def make_renamed(*responses) -> ScoredRollout:
     """Groups of two with these responses."""
     scored = make_scored([0.0, 1.0] * (len(responses) // 2))
-    scored.verdict.responses[:] = responses
+    scored.reward_result.responses[:] = responses
     return scored

@@ -20,7 +20,7 @@ from verl_lightning.algorithms.corrections.truncated_importance_sampling import 
 from verl_lightning.algorithms.losses.clip_cov import ClipCov
 from verl_lightning.algorithms.losses.kl_cov import KLCov
 from verl_lightning.models.config import OptimConfig
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
 from verl_lightning.modules.scored_rollout import ScoredRollout, join_scored_rollouts
 from verl_lightning.types import Rollout
@@ -46,7 +46,7 @@ def make_scored(rewards, *, num_samples=2, width=3, prompts=2):
         is_truncated=torch.zeros(count, dtype=torch.bool),
         prompt_index=torch.arange(count) // num_samples,
     )
-    verdict = Verdict(
+    reward_result = RewardResult(
         responses=[str(row) for row in range(count)],
         rewards=torch.tensor(rewards),
         is_valid=torch.ones(count, dtype=torch.bool),
@@ -54,7 +54,7 @@ def make_scored(rewards, *, num_samples=2, width=3, prompts=2):
         num_errors=0,
         num_timeouts=0,
     )
-    return ScoredRollout(rollout=rollout, verdict=verdict)
+    return ScoredRollout(rollout=rollout, reward_result=reward_result)
 
 
 @pytest.mark.parametrize("loss", [ClipCov(), KLCov()])
@@ -181,7 +181,7 @@ class SeenResponses(Callback):
 def test_groups_without_signal_are_dropped():
     scored = make_scored([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
 
-    assert scored.groups_with_signal().verdict.responses == ["0", "1", "4", "5"]
+    assert scored.groups_with_signal().reward_result.responses == ["0", "1", "4", "5"]
 
 
 def test_joined_rollouts_keep_groups_apart_and_can_be_cut():
@@ -199,7 +199,7 @@ def test_joined_rollouts_keep_groups_apart_and_can_be_cut():
 def test_long_responses_cost_reward():
     shaped = make_scored([1.0, 0.0]).with_penalty(torch.tensor([-0.5, 0.0]))
 
-    assert shaped.verdict.rewards.tolist() == [0.5, 0.0]
+    assert shaped.reward_result.rewards.tolist() == [0.5, 0.0]
 
 
 def test_truncated_responses_may_be_left_out_of_training(tiny_folder, prompt_file, tmp_path):

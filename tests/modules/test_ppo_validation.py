@@ -77,12 +77,12 @@ def test_duplicates_never_count():
         "is_duplicate": torch.tensor([False, True]),
         "rows": [{"data_source": "a"}, {"data_source": "b"}],
     }
-    verdict = SimpleNamespace(
+    reward_result = SimpleNamespace(
         rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]), is_valid=torch.tensor([True, False, True, True])
     )
 
     scored = [ScoredResponse(2, 7, "a", 1.0, 2), ScoredResponse(2, 7, "a", 0.0, 1, is_valid=False)]
-    assert scored_responses(batch, verdict, 2) == scored
+    assert scored_responses(batch, reward_result, 2) == scored
 
 
 def test_all_rows_are_validated_once_whatever_the_batch_size(tmp_path, tiny_folder):

@@ -19,7 +19,7 @@ from verl_lightning.algorithms.corrections.truncated_importance_sampling import 
 from verl_lightning.callbacks import HFRollout, RayRollout
 from verl_lightning.launch.worker import is_mistake
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.ray.actors import ActorsLostError, Home
+from verl_lightning.ray.actors import ActorsLostError, RuntimeEnvironment
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.dispatcher import EngineActor, join_prompts, num_tokens, split_prompts, split_rollout
@@ -145,7 +145,7 @@ def test_a_replica_with_old_weights_loads_the_newest_before_it_answers(joined_cl
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
     alone = make_engine(tiny_folder)
     alone.load_weights(new)
-    replica = EngineActor(make_engine(tiny_folder), CPU, Home.here())
+    replica = EngineActor(make_engine(tiny_folder), CPU, RuntimeEnvironment.here())
     replica.load_weights(1, references[0])
 
     version, rollout = replica.generate(2, references[1], make_prompts(), sampling)

@@ -16,7 +16,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.turns import Environment, Talk, TurnsConfig, play
+from verl_lightning.rollout.turns import Environment, Trajectory, TurnsConfig, play
 
 SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=20)
 
@@ -93,25 +93,25 @@ def test_a_turn_is_what_the_engine_says_to_the_same_tokens(engine):
 
 
 def test_all_turns_share_the_room():
-    talk = Talk([5, 6], seed=0, max_tokens=6)
+    trajectory = Trajectory([5, 6], seed=0, max_tokens=6)
 
-    talk.say([7, 8], [-1.0, -2.0], is_truncated=False)
-    talk.hear("x", [9])
-    talk.say([10, 11, 12, 13], [-1.0] * 4, is_truncated=False)
+    trajectory.add_response([7, 8], [-1.0, -2.0], is_truncated=False)
+    trajectory.add_observation("x", [9])
+    trajectory.add_response([10, 11, 12, 13], [-1.0] * 4, is_truncated=False)
 
-    assert talk.to_completion() == (
+    assert trajectory.to_completion() == (
         [7, 8, 9, 10, 11, 12], [-1.0, -2.0, 0.0, -1.0, -1.0, -1.0], True, [True, True, False, True, True, True]
     )  # fmt: skip
 
 
 def test_a_reply_without_room_for_an_answer_ends_a_conversation():
-    talk = Talk([5], seed=0, max_tokens=3)
-    talk.say([7, 8], [-1.0, -2.0], is_truncated=False)
+    trajectory = Trajectory([5], seed=0, max_tokens=3)
+    trajectory.add_response([7, 8], [-1.0, -2.0], is_truncated=False)
 
-    talk.hear("x", [9])
+    trajectory.add_observation("x", [9])
 
-    assert not talk.is_open
-    assert talk.to_completion() == ([7, 8], [-1.0, -2.0], True, [True, True])
+    assert not trajectory.is_open
+    assert trajectory.to_completion() == ([7, 8], [-1.0, -2.0], True, [True, True])
 
 
 def test_a_run_learns_from_conversations(tmp_path, tiny_folder, prompt_file):

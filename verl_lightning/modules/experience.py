@@ -21,7 +21,7 @@ from verl_lightning.functional.rewards import place_sequence_rewards, subtract_k
 from verl_lightning.functional.value_loss import explained_variance, explained_variance_moments
 from verl_lightning.metrics import Metric, masked_mean, mean, spread, total
 from verl_lightning.models.scorer import TokenScorer
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
 from verl_lightning.strategies.base import PostTrainingStrategy
@@ -79,38 +79,38 @@ class ExperienceMaker:
     """Marks and times what is done."""
 
     def make(
-        self, rollout: Rollout, verdict: Verdict, greedy: Verdict | None, kl_coef: float
+        self, rollout: Rollout, reward_result: RewardResult, greedy: RewardResult | None, kl_coef: float
     ) -> tuple[Experience, dict[str, Metric]]:
         """The experience and its metrics. Collective.
 
         Args:
             rollout: Sampled responses.
-            verdict: Their rewards.
+            reward_result: Their rewards.
             greedy: Rewards of greedy responses to the same prompts, for estimators that need them.
             kl_coef: Current weight of the KL penalty.
         """
-        is_valid = verdict.is_valid
+        is_valid = reward_result.is_valid
         if greedy is not None:  # nothing to compare with where the greedy response got no reward
             is_valid = is_valid & greedy.is_valid[rollout.prompt_index]
         mask = rollout.response_mask & is_valid[:, None]
         scored = self._scored(with_lengths([rollout])[0])
         with self.phase("adv"):
-            token_rewards, metrics = self._token_rewards(verdict, scored, mask, kl_coef)
+            token_rewards, metrics = self._token_rewards(reward_result, scored, mask, kl_coef)
             corrected, mismatch = correct_rollout(self.corrections, scored.log_probs, rollout.rollout_log_probs, mask)
             outputs = self.advantage(
                 AdvantageInputs(
                     token_rewards=token_rewards,
-                    rewards=verdict.rewards,
+                    rewards=reward_result.rewards,
                     response_mask=mask,
                     group_index=rollout.prompt_index,
                     is_valid=is_valid,
                     values=scored.values,
                     greedy_rewards=None if greedy is None else greedy.rewards[rollout.prompt_index],
-                    reward_components=verdict.components,
+                    reward_components=reward_result.components,
                     log_probs=scored.log_probs,
                     sum_squared_probs=scored.sum_squared_probs,
                     importance_weights=corrected.weights if self.corrections else None,
-                    nonzero_reward_share=self._nonzero_share(verdict.rewards, is_valid),
+                    nonzero_reward_share=self._nonzero_share(reward_result.rewards, is_valid),
                 )
             )
             experience = self._experience(rollout, scored, outputs, mask, corrected)
@@ -118,7 +118,7 @@ class ExperienceMaker:
             metrics |= experience_metrics(experience, token_rewards, rollout)
             metrics |= self._explained_variance(experience)
             if self.advantage.needs_groups:
-                silent, groups = num_groups_without_signal(verdict.rewards, rollout.prompt_index, is_valid)
+                silent, groups = num_groups_without_signal(reward_result.rewards, rollout.prompt_index, is_valid)
                 metrics["train/frac_zero_std"] = mean(silent, groups)
         return experience, metrics
 
@@ -139,10 +139,10 @@ class ExperienceMaker:
         )
 
     def _token_rewards(
-        self, verdict: Verdict, scored: _Scored, mask: Tensor, kl_coef: float
+        self, reward_result: RewardResult, scored: _Scored, mask: Tensor, kl_coef: float
     ) -> tuple[Float[Tensor, "batch response"], dict[str, Metric]]:
         """Rewards at the tokens that they are for, less the KL penalty if it is one of them."""
-        token_rewards = place_sequence_rewards(verdict.rewards, mask)
+        token_rewards = place_sequence_rewards(reward_result.rewards, mask)
         metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
         if self.kl is not None and scored.ref_log_probs is not None:
             kl = KL_ESTIMATORS[self.kl.estimator](scored.log_probs, scored.ref_log_probs, mask)

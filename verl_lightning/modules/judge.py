@@ -27,7 +27,7 @@ _OWN_COLUMNS = {"prompt", "data_source", "reward_model", "extra_info"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RewardResult:
     """What the reward function said about a rollout's responses."""
 
     responses: list[str]
@@ -122,7 +122,7 @@ class Judge:
         for note in sorted(note for note in notes if note is not None):
             rank_zero_info(note)
 
-    def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> Verdict:
+    def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Score every response.
 
         Args:
@@ -140,7 +140,7 @@ class Judge:
         )
         self._warn_of_scale(results.rewards, rollout.prompt_index.tolist())
         rewards = _to_tensor(results.rewards, rollout.input_ids.device)
-        return Verdict(
+        return RewardResult(
             responses=responses,
             rewards=rewards.nan_to_num(),
             is_valid=rewards.isfinite() & rollout.response_mask.any(-1),

@@ -26,7 +26,7 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_checks import (
@@ -257,19 +257,19 @@ class PPOModule(SamplingModule):
         table = MetricTable()
         rollout = self.rollout_of(batch, "rollout")
         with self.phase("reward"):
-            verdict = self.judged(rollout, batch["rows"])
-            greedy = self._greedy_verdict(batch)
-        table.add(verdict.scores())
+            reward_result = self.judged(rollout, batch["rows"])
+            greedy = self._greedy_result(batch)
+        table.add(reward_result.scores())
         table.add({} if greedy is None else greedy.failures())
-        sampled = ScoredRollout(rollout=rollout, verdict=verdict)
+        sampled = ScoredRollout(rollout=rollout, reward_result=reward_result)
         scored = sampled if self.gathering is None else self.gathering.add(self, sampled)
         if scored is None:
             return {"loss": torch.tensor(0.0)}
-        table.add(scored.verdict.failures())  # of all batches that were gathered
+        table.add(scored.reward_result.failures())  # of all batches that were gathered
         scored = self._shaped(scored)
         lengths = scored.rollout.attention_mask.sum(-1).double()
         table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
-        experience, metrics = self._experience_maker().make(scored.rollout, scored.verdict, greedy, self.kl_coef)
+        experience, metrics = self._experience_maker().make(scored.rollout, scored.reward_result, greedy, self.kl_coef)
         table.add(metrics)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExperienceListener):
@@ -293,11 +293,13 @@ class PPOModule(SamplingModule):
             if saved.get("model.kl.coef") == self.kl.coef:  # so does a new start of an adaptive one
                 self.kl_coef = checkpoint["kl_coef"]
 
-    def _greedy_verdict(self, batch: dict[str, Any]) -> Verdict | None:
+    def _greedy_result(self, batch: dict[str, Any]) -> RewardResult | None:
         if not self.needs_greedy_rollout:
             return None
         rollout = self.rollout_of(batch, "greedy_rollout")
-        return self._shaped(ScoredRollout(rollout=rollout, verdict=self.judged(rollout, batch["rows"]))).verdict
+        return self._shaped(
+            ScoredRollout(rollout=rollout, reward_result=self.judged(rollout, batch["rows"]))
+        ).reward_result
 
     def _shaped(self, scored: ScoredRollout) -> ScoredRollout:
         """The rollout with what its length costs."""

@@ -14,7 +14,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import Judge, Verdict
+from verl_lightning.modules.judge import Judge, RewardResult
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -193,7 +193,7 @@ class SamplingModule(PostTrainingModule):
         rollout: Rollout = batch[key]
         return rollout
 
-    def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> Verdict:
+    def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """What the reward function says of responses; asked once for all ranks that see the same data. Collective."""
         contract = self.contract
         own = self.judge.score(rollout, rows) if contract.model_parallel_rank == 0 else None
@@ -209,9 +209,9 @@ class SamplingModule(PostTrainingModule):
     def _evaluate(self, batch: dict[str, Any], loader: int) -> dict[str, Any]:
         rollout = self.rollout_of(batch, "rollout")
         with self.phase("reward"):
-            verdict = self.judged(rollout, batch["rows"])
-        self._scored += scored_responses(batch, verdict, loader)
-        return {"verdict": verdict}
+            reward_result = self.judged(rollout, batch["rows"])
+        self._scored += scored_responses(batch, reward_result, loader)
+        return {"reward_result": reward_result}
 
     def _log_evaluation(self, stage: str) -> None:
         responses = [r for rank in self.contract.gather_over_data_parallel(self._scored) for r in rank]

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.groups import group_statistics
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.rollout.joining import dealt_prompts, join_rollouts
 from verl_lightning.types import Rollout
 
@@ -24,7 +24,7 @@ class ScoredRollout:
     rollout: Rollout
     """The responses; those of one prompt are adjacent rows."""
 
-    verdict: Verdict
+    reward_result: RewardResult
     """Their rewards."""
 
     @property
@@ -34,7 +34,7 @@ class ScoredRollout:
 
     def groups_with_signal(self) -> ScoredRollout:
         """The groups whose valid responses do not all have the same reward."""
-        rewards, is_valid = self.verdict.rewards, self.verdict.is_valid
+        rewards, is_valid = self.reward_result.rewards, self.reward_result.is_valid
         group = group_statistics(rewards, self.rollout.prompt_index, is_valid)
         members = self.rollout.prompt_index[group.has_signal]
         return self._select(torch.isin(self.rollout.prompt_index, members).nonzero().squeeze(-1))
@@ -49,41 +49,43 @@ class ScoredRollout:
 
     def with_penalty(self, penalty: Float[Tensor, " batch"]) -> ScoredRollout:
         """The same responses with ``penalty`` added to their rewards."""
-        rewards = torch.where(self.verdict.is_valid, self.verdict.rewards + penalty, self.verdict.rewards)
-        return dataclasses.replace(self, verdict=dataclasses.replace(self.verdict, rewards=rewards))
+        rewards = torch.where(
+            self.reward_result.is_valid, self.reward_result.rewards + penalty, self.reward_result.rewards
+        )
+        return dataclasses.replace(self, reward_result=dataclasses.replace(self.reward_result, rewards=rewards))
 
     def to(self, device: torch.device) -> ScoredRollout:
         """The same on another device."""
-        verdict = dataclasses.replace(
-            self.verdict,
-            rewards=self.verdict.rewards.to(device),
-            is_valid=self.verdict.is_valid.to(device),
-            components={name: values.to(device) for name, values in self.verdict.components.items()},
+        reward_result = dataclasses.replace(
+            self.reward_result,
+            rewards=self.reward_result.rewards.to(device),
+            is_valid=self.reward_result.is_valid.to(device),
+            components={name: values.to(device) for name, values in self.reward_result.components.items()},
         )
-        return ScoredRollout(rollout=self.rollout.to(device), verdict=verdict)
+        return ScoredRollout(rollout=self.rollout.to(device), reward_result=reward_result)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings, on the host."""
         host = self.to(torch.device("cpu"))
         return {
             "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None)),
-            "verdict": _fields(host.verdict),
+            "verdict": _fields(host.reward_result),
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ScoredRollout:
         """What `state_dict` was taken from, on the host."""
-        return cls(rollout=Rollout(**state["rollout"]), verdict=Verdict(**state["verdict"]))
+        return cls(rollout=Rollout(**state["rollout"]), reward_result=RewardResult(**state["verdict"]))
 
     def _select(self, rows: Int[Tensor, " rows"]) -> ScoredRollout:
-        verdict = dataclasses.replace(
-            self.verdict,
-            responses=[self.verdict.responses[row] for row in rows.tolist()],
-            rewards=self.verdict.rewards[rows],
-            is_valid=self.verdict.is_valid[rows],
-            components={name: values[rows] for name, values in self.verdict.components.items()},
+        reward_result = dataclasses.replace(
+            self.reward_result,
+            responses=[self.reward_result.responses[row] for row in rows.tolist()],
+            rewards=self.reward_result.rewards[rows],
+            is_valid=self.reward_result.is_valid[rows],
+            components={name: values[rows] for name, values in self.reward_result.components.items()},
         )
-        return ScoredRollout(rollout=self.rollout.select(rows), verdict=verdict)
+        return ScoredRollout(rollout=self.rollout.select(rows), reward_result=reward_result)
 
 
 def join_scored_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -> ScoredRollout:
@@ -95,7 +97,7 @@ def join_scored_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -
     """
     return ScoredRollout(
         rollout=join_rollouts([part.rollout for part in parts], pad_token_id=pad_token_id),
-        verdict=_join_verdicts([part.verdict for part in parts]),
+        reward_result=_join_results([part.reward_result for part in parts]),
     )
 
 
@@ -123,28 +125,28 @@ def _share(parts: Sequence[ScoredRollout], *, rank: int, ranks: int, pad_token_i
     if rank == 0:
         return share
     return dataclasses.replace(
-        share, verdict=dataclasses.replace(share.verdict, num_errors=0, num_timeouts=0, num_none=0)
+        share, reward_result=dataclasses.replace(share.reward_result, num_errors=0, num_timeouts=0, num_none=0)
     )
 
 
-def _fields(instance: Rollout | Verdict) -> dict[str, Any]:
+def _fields(instance: Rollout | RewardResult) -> dict[str, Any]:
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
-def _join_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
-    names = sorted({name for verdict in verdicts for name in verdict.components})
-    missing = [torch.full_like(verdict.rewards, torch.nan) for verdict in verdicts]
+def _join_results(results: Sequence[RewardResult]) -> RewardResult:
+    names = sorted({name for reward_result in results for name in reward_result.components})
+    missing = [torch.full_like(reward_result.rewards, torch.nan) for reward_result in results]
     components = {
-        name: torch.cat([v.components.get(name, gap) for v, gap in zip(verdicts, missing, strict=True)])
+        name: torch.cat([v.components.get(name, gap) for v, gap in zip(results, missing, strict=True)])
         for name in names
     }
-    is_valid: Bool[Tensor, " batch"] = torch.cat([verdict.is_valid for verdict in verdicts])
-    return Verdict(
-        responses=[response for verdict in verdicts for response in verdict.responses],
-        rewards=torch.cat([verdict.rewards for verdict in verdicts]),
+    is_valid: Bool[Tensor, " batch"] = torch.cat([reward_result.is_valid for reward_result in results])
+    return RewardResult(
+        responses=[response for reward_result in results for response in reward_result.responses],
+        rewards=torch.cat([reward_result.rewards for reward_result in results]),
         is_valid=is_valid,
         components=components,
-        num_errors=sum(verdict.num_errors for verdict in verdicts),
-        num_timeouts=sum(verdict.num_timeouts for verdict in verdicts),
-        num_none=sum(verdict.num_none for verdict in verdicts),
+        num_errors=sum(reward_result.num_errors for reward_result in results),
+        num_timeouts=sum(reward_result.num_timeouts for reward_result in results),
+        num_none=sum(reward_result.num_none for reward_result in results),
     )

@@ -11,7 +11,7 @@ import torch
 
 from verl_lightning.faults import RunError
 from verl_lightning.functional.pass_at_k import pass_at_k
-from verl_lightning.modules.judge import Verdict
+from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.types import Rollout
 
@@ -28,7 +28,7 @@ class ScoredResponse(NamedTuple):
     """False where the reward function failed: such a response is in no mean."""
 
 
-def scored_responses(batch: dict[str, Any], verdict: Verdict, loader: int) -> list[ScoredResponse]:
+def scored_responses(batch: dict[str, Any], reward_result: RewardResult, loader: int) -> list[ScoredResponse]:
     """The responses of a batch, without those to prompts that only fill up a rank's last batch."""
     rollout: Rollout = batch["rollout"]
     rows, is_duplicate = batch["row_index"].tolist(), batch["is_duplicate"].tolist()
@@ -36,7 +36,11 @@ def scored_responses(batch: dict[str, Any], verdict: Verdict, loader: int) -> li
     return [
         ScoredResponse(loader, rows[prompt], batch["rows"][prompt]["data_source"], reward, length, valid)
         for prompt, reward, length, valid in zip(
-            rollout.prompt_index.tolist(), verdict.rewards.tolist(), lengths, verdict.is_valid.tolist(), strict=True
+            rollout.prompt_index.tolist(),
+            reward_result.rewards.tolist(),
+            lengths,
+            reward_result.is_valid.tolist(),
+            strict=True,
         )
         if not is_duplicate[prompt]
     ]

@@ -22,7 +22,7 @@ class ActorsLostError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class RuntimeEnvironment:
     """Where the caller runs, so that relative paths and the user's own modules mean the same in an actor."""
 
     folder: str
@@ -32,7 +32,7 @@ class Home:
     """Where modules are searched for."""
 
     @classmethod
-    def here(cls) -> Home:
+    def here(cls) -> RuntimeEnvironment:
         """This process's."""
         return cls(folder=os.getcwd(), sys_path=tuple(sys.path))
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from verl_lightning.ray.actors import Home, await_actors, start_actors, stop_actors
+from verl_lightning.ray.actor_pool import share_out
+from verl_lightning.ray.actors import RuntimeEnvironment, await_actors, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
-from verl_lightning.ray.crew import share_out
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures, with_error_share
 from verl_lightning.rewards.scoring import RewardResults, units_of
@@ -22,11 +22,11 @@ class RewardActor:
 
     Args:
         config: The function and its limits.
-        home: The caller's folder and modules.
+        environment: The caller's folder and modules.
     """
 
-    def __init__(self, config: RewardConfig, home: Home) -> None:
-        home.enter()
+    def __init__(self, config: RewardConfig, environment: RuntimeEnvironment) -> None:
+        environment.enter()
         # The share of failures is judged over the whole batch, by the caller.
         self._pool = RewardPool(dataclasses.replace(config, num_workers=1, max_error_share=1.0))
         self._is_ready = False
@@ -74,7 +74,7 @@ class RayRewardPool:
         if self._actors:
             raise RuntimeError("`RayRewardPool.start` was called twice. Call `stop` in between.")
         demand = Demand(option="reward.num_workers", count=self.config.num_workers, cpus=1.0)
-        actors = start_actors(RewardActor, demand, self.config, Home.here())
+        actors = start_actors(RewardActor, demand, self.config, RuntimeEnvironment.here())
         self._is_batched = any(await_actors(actors, demand))
         self._actors = actors
 

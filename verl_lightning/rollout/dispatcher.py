@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from verl_lightning.ray.actors import Home
-from verl_lightning.ray.crew import Crew
+from verl_lightning.ray.actor_pool import ActorPool
+from verl_lightning.ray.actors import RuntimeEnvironment
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.joining import join_rollouts
 from verl_lightning.rollout.stored_weights import read_weights
@@ -28,11 +28,11 @@ class EngineActor:
     Args:
         engine: Not started.
         device: On which it starts.
-        home: The caller's folder and modules.
+        environment: The caller's folder and modules.
     """
 
-    def __init__(self, engine: RolloutEngine, device: torch.device, home: Home) -> None:
-        home.enter()
+    def __init__(self, engine: RolloutEngine, device: torch.device, environment: RuntimeEnvironment) -> None:
+        environment.enter()
         self._engine = engine
         self._device = device
         self._version: int | None = None  # None before the engine has weights
@@ -91,7 +91,7 @@ class Dispatcher:
     """Shares out the prompts of all training processes among the replicas of an engine.
 
     What the processes ask at the same time becomes one batch, which is cut into requests of whole prompts. Each goes to
-    the replica with the fewest tokens outstanding, and to another one if that dies; see `Crew`.
+    the replica with the fewest tokens outstanding, and to another one if that dies; see `ActorPool`.
 
     Args:
         replicas: `EngineActor` actors.
@@ -100,7 +100,7 @@ class Dispatcher:
     """
 
     def __init__(self, replicas: Sequence[Any], num_callers: int, pad_token_id: int) -> None:
-        self._crew = Crew(replicas)
+        self._pool = ActorPool(replicas)
         self._num_callers = num_callers
         self._pad_token_id = pad_token_id
         self._version = 0
@@ -119,7 +119,7 @@ class Dispatcher:
             weights: From `store_weights`.
         """
         self._version, self._weights = version, weights
-        await self._crew.tell_all(lambda replica: replica.load_weights.remote(version, weights))
+        await self._pool.tell_all(lambda replica: replica.load_weights.remote(version, weights))
 
     async def generate(self, version: int, prompts: Prompts, sampling: SamplingConfig) -> tuple[int, Rollout]:
         """Samples responses to one caller's prompts.
@@ -153,7 +153,7 @@ class Dispatcher:
         if self._open is batch:
             self._open = None
         prompts, sampling = join_prompts(batch.prompts), batch.sampling
-        num_requests = max(len(self._crew.actors), math.ceil(len(prompts) * sampling.num_samples / _MAX_SEQUENCES))
+        num_requests = max(len(self._pool.actors), math.ceil(len(prompts) * sampling.num_samples / _MAX_SEQUENCES))
         parts = split_prompts(prompts, num_requests)
         answers = await asyncio.gather(*[self._ask(batch.version, part, sampling) for part in parts])
         rollout = join_rollouts(answers, pad_token_id=self._pad_token_id)
@@ -162,7 +162,7 @@ class Dispatcher:
     async def _ask(self, version: int, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
         rollout: Rollout
         weights = self._weights
-        sampled_with, rollout = await self._crew.ask(
+        sampled_with, rollout = await self._pool.ask(
             num_tokens(prompts, sampling), lambda replica: replica.generate.remote(version, weights, prompts, sampling)
         )
         if sampled_with != version:

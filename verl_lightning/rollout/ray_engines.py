@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lightning.ray.actors import Home, await_actors, on_this_node, start_actors, stop_actors, take_answer
+from verl_lightning.ray.actors import (
+    RuntimeEnvironment,
+    await_actors,
+    on_this_node,
+    start_actors,
+    stop_actors,
+    take_answer,
+)
 from verl_lightning.ray.cluster import Demand, connect_like
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
@@ -127,7 +134,7 @@ class RayEngines:
         import ray
 
         own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
-        self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, Home.here())
+        self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, RuntimeEnvironment.here())
         options: dict[str, Any] = {
             "name": f"dispatcher-{uuid.uuid4().hex}",
             "namespace": _NAMESPACE,

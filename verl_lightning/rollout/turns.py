@@ -53,7 +53,7 @@ class TurnsConfig:
             raise ValueError(f"`max_turns` must be at least 2, got {self.max_turns}. Take `turns` out for one.")
 
 
-class Talk:
+class Trajectory:
     """One conversation, as tokens that are never made anew from text.
 
     Args:
@@ -79,13 +79,13 @@ class Talk:
         """Tokens that may still follow."""
         return self.max_tokens - len(self.token_ids)
 
-    def say(self, token_ids: list[int], log_probs: list[float], *, is_truncated: bool) -> None:
+    def add_response(self, token_ids: list[int], log_probs: list[float], *, is_truncated: bool) -> None:
         """Add the policy's turn, as far as there is room; one without an end ends the conversation."""
         self.is_truncated = is_truncated or len(token_ids) > self.room
         self.is_open = not self.is_truncated
         self._append(token_ids[: self.room], log_probs[: self.room], is_own=True)
 
-    def hear(self, text: str | None, token_ids: list[int]) -> None:
+    def add_observation(self, text: str | None, token_ids: list[int]) -> None:
         """Add the reply, or end the conversation if there is none or no room for an answer to it."""
         self.is_open = text is not None and len(token_ids) < self.room
         self.is_truncated = text is not None and not self.is_open
@@ -123,46 +123,50 @@ def play(
         Conversations whose ``response_mask`` is True on the policy's own tokens alone.
     """
     pairs = zip(prompts.tokens(), prompts.seeds, strict=True)
-    talks = [Talk(ids, seed, sampling.max_new_tokens) for ids, seeds in pairs for seed in seeds]
+    trajectories = [Trajectory(ids, seed, sampling.max_new_tokens) for ids, seeds in pairs for seed in seeds]
     for turn in range(turns.max_turns):
         if turn > 0:
-            _reply(talks, turns.environment, tokenizer)
-        if not (going_on := [talk for talk in talks if talk.is_open]):
+            _reply(trajectories, turns.environment, tokenizer)
+        if not (going_on := [trajectory for trajectory in trajectories if trajectory.is_open]):
             break
-        room = max(talk.room for talk in going_on)
+        room = max(trajectory.room for trajectory in going_on)
         single = dataclasses.replace(sampling, num_samples=1, max_new_tokens=room)
         _record(going_on, ask(_prompts_of(going_on, turn, prompts.prompt_ids.device), single), tokenizer)
-    completions = [talk.to_completion() for talk in talks]
+    completions = [trajectory.to_completion() for trajectory in trajectories]
     return to_rollout(prompts, sampling, completions, pad_token_id=int(tokenizer.pad_token_id))
 
 
-def _prompts_of(talks: Sequence[Talk], turn: int, device: torch.device) -> Prompts:
+def _prompts_of(trajectories: Sequence[Trajectory], turn: int, device: torch.device) -> Prompts:
     """All that was said, left-padded."""
-    tokens = [talk.prompt_ids + talk.token_ids for talk in talks]
-    seeds = [[talk.seed if turn == 0 else derive_seed("turn", talk.seed, turn)] for talk in talks]
+    tokens = [trajectory.prompt_ids + trajectory.token_ids for trajectory in trajectories]
+    seeds = [
+        [trajectory.seed if turn == 0 else derive_seed("turn", trajectory.seed, turn)] for trajectory in trajectories
+    ]
     return Prompts.from_tokens(tokens, seeds).to(device)
 
 
-def _record(talks: Sequence[Talk], rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add each talk's next turn."""
-    for talk, ids, log_probs, mask, is_truncated in zip(
-        talks,
+def _record(trajectories: Sequence[Trajectory], rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add each trajectory's next turn."""
+    for trajectory, ids, log_probs, mask, is_truncated in zip(
+        trajectories,
         rollout.response_ids,
         rollout.rollout_log_probs,
         rollout.response_mask,
         rollout.is_truncated.tolist(),
         strict=True,
     ):
-        talk.responses += (str(tokenizer.decode(ids[mask], skip_special_tokens=True)),)
-        talk.say(ids[mask].tolist(), log_probs[mask].tolist(), is_truncated=is_truncated)
+        trajectory.responses += (str(tokenizer.decode(ids[mask], skip_special_tokens=True)),)
+        trajectory.add_response(ids[mask].tolist(), log_probs[mask].tolist(), is_truncated=is_truncated)
 
 
-def _reply(talks: Sequence[Talk], environment: Environment, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the environment answer each open talk."""
-    for talk in talks:
-        if talk.is_open:
-            prompt = str(tokenizer.decode(talk.prompt_ids))
+def _reply(trajectories: Sequence[Trajectory], environment: Environment, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the environment answer each open trajectory."""
+    for trajectory in trajectories:
+        if trajectory.is_open:
+            prompt = str(tokenizer.decode(trajectory.prompt_ids))
             text = environment.respond(
-                Conversation(prompt=prompt, responses=talk.responses, observations=talk.observations)
+                Conversation(prompt=prompt, responses=trajectory.responses, observations=trajectory.observations)
             )
-            talk.hear(text, [] if text is None else tokenizer(text, add_special_tokens=False).input_ids)
+            trajectory.add_observation(
+                text, [] if text is None else tokenizer(text, add_special_tokens=False).input_ids
+            )

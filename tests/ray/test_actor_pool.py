@@ -1,4 +1,4 @@
-"""Who of a crew is asked, and what becomes of a request whose actor dies."""
+"""Which actor of a pool is asked, and what becomes of a request whose actor dies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_lightning.ray.actor_pool import ActorPool, share_out
 from verl_lightning.ray.actors import await_actors, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
-from verl_lightning.ray.crew import Crew, share_out
 
 
 class Worker:
@@ -45,13 +45,13 @@ def test_the_actor_with_the_least_cost_outstanding_is_asked():
     asked = []
 
     async def run() -> None:
-        crew, done = Crew(["first", "second"]), asyncio.Event()
+        pool, done = ActorPool(["first", "second"]), asyncio.Event()
 
         async def answer(actor: str) -> None:
             asked.append(actor)
             await done.wait()
 
-        calls = [asyncio.create_task(crew.ask(cost, answer)) for cost in (5.0, 1.0, 3.0, 1.0, 1.0)]
+        calls = [asyncio.create_task(pool.ask(cost, answer)) for cost in (5.0, 1.0, 3.0, 1.0, 1.0)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert asked == ["first", "second", "second", "first"]  # and each holds two, so the last one waits

@@ -18,7 +18,7 @@ _MAX_IN_FLIGHT = 2  # requests that an actor holds: one in hand, and one that hi
 logger = logging.getLogger(__name__)
 
 
-class Crew:
+class ActorPool:
     """Gives each request to the living actor with the least cost outstanding.
 
     A request whose actor dies goes to another one. Ray starts a dead actor anew, on another node if need be; it is
@@ -118,7 +118,7 @@ class Crew:
 
 
 def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any, int], Any]) -> list[Any]:
-    """Has actors answer requests, as a `Crew` does.
+    """Has actors answer requests, as an `ActorPool` does.
 
     Args:
         actors: Who answers.
@@ -138,7 +138,7 @@ def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any,
         return lambda actor: ask(actor, index)
 
     async def answers() -> list[Any]:
-        crew = Crew(actors)
-        return await asyncio.gather(*[crew.ask(cost, sender(index)) for index, cost in enumerate(costs)])
+        pool = ActorPool(actors)
+        return await asyncio.gather(*[pool.ask(cost, sender(index)) for index, cost in enumerate(costs)])
 
     return asyncio.run(answers())
