@@ -11,6 +11,7 @@ from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
+from verl_lightning.modules.preemption import Preemption
 
 __all__ = [
     "FinalValidation",
@@ -20,6 +21,7 @@ __all__ = [
     "HealthMonitor",
     "NumaAffinity",
     "PhaseProgressBar",
+    "Preemption",
     "ProfilerCallback",
     "RayRollout",
     "ResumeWandb",

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
+from verl_lightning.modules.ending import ending_of
 from verl_lightning.run_folders import shared_run_folder
 
 PREFIX = "final/"
@@ -18,8 +19,8 @@ PREFIX = "final/"
 class FinalValidation(Callback):
     """Writes and logs the newest validation metrics at the end of a fit, also when it fails or is interrupted.
 
-    ``final_validation.json`` in the run's folder holds the step, the metrics and what ended the run; each logger gets
-    the metrics as ``final/val/...``.
+    ``final_validation.json`` in the run's folder holds the step, the metrics, what ended the run and its exit code. The
+    loggers get the metrics as ``final/val/...``.
 
     Args:
         folder: Where the file goes; null takes the first logger's folder.
@@ -44,11 +45,11 @@ class FinalValidation(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, "finished")
+        self._write(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write(trainer, f"{type(exception).__name__}: {exception}".removesuffix(": "))
+        self._write(trainer, exception)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -58,12 +59,13 @@ class FinalValidation(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "metrics": self._metrics}
 
-    def _write(self, trainer: Trainer, ended_by: str) -> None:
+    def _write(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         if not trainer.is_global_zero or not self._metrics:
             return
         self._path.mkdir(parents=True, exist_ok=True)
         file = self._path / "final_validation.json"
-        content = {"step": self._step, "ended_by": ended_by, "metrics": self._metrics}
+        ending = ending_of(trainer, exception)
+        content = {"step": self._step, "ended_by": ending.words, "exit_code": ending.code, "metrics": self._metrics}
         write_whole(file, to_json(content, indent=2))
         for logger in trainer.loggers:
             logger.log_metrics(

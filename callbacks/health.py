@@ -12,6 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.processes.exit_codes import Ending, ExitCode
+
 Level = Literal["off", "warn", "stop"]
 
 LOSSES = ("train/loss", "actor/pg_loss", "critic/vf_loss")
@@ -54,8 +56,8 @@ class HealthMonitor(Callback):
     """Warns, or stops the run, when training has gone wrong.
 
     Steps whose gradient is not finite change no weight in any case. Metrics are those of all ranks, so that all ranks
-    decide alike. A run that is stopped ends as if it had reached its last step: what callbacks save at the end, they
-    save.
+    decide alike. A run that is stopped ends as if it had reached its last step, but for its exit code: what callbacks
+    save at the end, they save.
 
     Args:
         finite: A loss or gradient norm is not finite, or an update was skipped for that; ``limit`` is unused.
@@ -81,6 +83,17 @@ class HealthMonitor(Callback):
         self._bad_steps = dict.fromkeys(self.checks, 0)
         self._lowest, self._highest = math.inf, -math.inf  # rewards while they are constant
         self._knows_metrics = False
+        self._stopped_for = ""  # a check's name
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stopped_for = ""
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why it has stopped the run."""
+        says = f"stopped by HealthMonitor ({self._stopped_for})"
+        return Ending(says, ExitCode.UNHEALTHY) if self._stopped_for else None
 
     @override
     def on_train_batch_end(
@@ -117,7 +130,7 @@ class HealthMonitor(Callback):
         steps = f" for {check.patience} logged steps" if check.patience > 1 else ""
         says = f"Step {trainer.global_step}: {finding.text}{steps}. {finding.advice}"
         if check.level == "stop":
-            trainer.should_stop = True
+            trainer.should_stop, self._stopped_for = True, name
             says += f" Training stops here (`HealthMonitor`, `{name}.level: stop`)."
         rank_zero_warn(says)
 

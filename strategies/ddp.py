@@ -19,10 +19,11 @@ from verl_lightning.models.size import ModelSize
 from verl_lightning.strategies.base import DataParallelMixin, gradients_unsynced
 from verl_lightning.strategies.host_groups import in_seconds
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
+from verl_lightning.strategies.process_group import WatchedStrategy
 from verl_lightning.types import Scores, TokenBatch
 
 
-class DDPStrategy(DataParallelMixin, LightningDDPStrategy):
+class DDPStrategy(DataParallelMixin, WatchedStrategy, LightningDDPStrategy):
     """Every process holds whole models and sees its share of the data; gradients are summed over processes.
 
     Modules of other projects, which never call `make_model`, are wrapped whole as Lightning does.

@@ -8,7 +8,7 @@ working directory, environment, output, session and exit code of its own, and si
     with start(run_verl_fit, "--config", "ppo.yaml", folder=tmp_path) as run:
         wait_until(lambda: (tmp_path / "step 3").exists(), run)
         os.kill(run.pid, signal.SIGTERM)
-        run.wait(code=143)
+        run.wait(code=75)
     first, second = on_ranks(2, train, tmp_path)                            # what two gloo ranks returned
     ranks = start_ranks(2, run_verl_fit, *words, folder=tmp_path)           # two processes, as torchrun makes them
 

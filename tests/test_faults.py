@@ -86,7 +86,7 @@ def test_a_fault_while_a_run_is_torn_down_does_not_bury_the_sentence(capsys):
 
 def test_what_all_processes_of_a_run_say_is_said_once(tmp_path):
     """Lightning's first process and the one that it has started, then torchrun's two."""
-    say = "from verl_lightning.saying import say_once; say_once('both\\n'); say_once(f'{rank}\\n')"
+    say = "from verl_lightning.processes.messages import say_once; say_once('both\\n'); say_once(f'{rank}\\n')"
     environment = "import os, sys; rank = os.environ['LOCAL_RANK']; os.environ['TMPDIR'] = sys.argv[1]"
     second = f"subprocess.run([sys.executable, '-c', {f'{environment}; {say}'!r}, sys.argv[1]], env=env)"
     first = f"import subprocess; {environment}; {say}; env = os.environ | {{'LOCAL_RANK': '1'}}; {second}"

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
-FACTS = {"deprecation", "faults", "needs", "types", "metrics", "ranges", "run_folders", "seeding", "supervisor"}
+FACTS = {"deprecation", "faults", "needs", "processes", "types", "metrics", "ranges", "run_folders", "seeding"}
 CLI = {
-    *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate", "saying"),
+    *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate"),
     *("preflight", "strict_yaml"),
 }
 BASE = {"functional", "compat"} | FACTS
@@ -31,7 +31,7 @@ ALLOWED = {
     "ranges": set(),
     "run_folders": {"compat"},
     "seeding": set(),
-    "supervisor": set(),
+    "processes": set(),
     "data": BASE,
     "models": BASE,
     "ray": BASE,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_lightning.supervisor import SupervisedProcess
+from verl_lightning.processes.supervisor import SupervisedProcess
 
 # Never ends by itself, nor does the process that it starts; each writes a letter into the pipe, and keeps it open.
 STUCK = "import os; os.fork() or os.setsid(); os.write(os.open(PIPE, os.O_WRONLY), b'x'); import signal\nsignal.pause()"
 PARENT = """
 import signal, sys
-from verl_lightning.supervisor import SupervisedProcess
+from verl_lightning.processes.supervisor import SupervisedProcess
 
 SupervisedProcess("timeit", "-n1", "-r1", sys.argv[1])
 signal.pause()

@@ -15,7 +15,10 @@ from typing import NoReturn
 
 from verl_lightning import __version__
 from verl_lightning.faults import NO_PREDICT, cause_for_user, is_of_collective
-from verl_lightning.saying import has_another_failed, say_once
+from verl_lightning.processes import peers
+from verl_lightning.processes.exit_codes import ExitCode
+from verl_lightning.processes.messages import has_another_failed, say_once
+from verl_lightning.processes.signals import EndSoon, listen
 
 SUBCOMMANDS = ("fit", "validate", "test")
 """What `verl-fit` can do; the first is meant when none is given."""
@@ -107,9 +110,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (FileNotFoundError, ValueError) as error:
         fail(str(error))
 
-    from verl_lightning.lightning_cli import CLI  # late: the answers above need neither torch nor Lightning
+    peers.join()
+    stop_listening = listen(EndSoon())
+    try:
+        run(arguments)
+    finally:
+        stop_listening()
 
-    CLI(arguments)
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs a subcommand of LightningCLI.
+
+    Args:
+        arguments: From `normalize_arguments`.
+
+    Raises:
+        SystemExit: With an exit code that tells how it ended, unless that is 0.
+    """
+    from verl_lightning.lightning_cli import CLI  # late: other subcommands need neither torch nor Lightning
+
+    try:
+        cli = CLI(arguments)
+    except SystemExit as end:
+        peers.fail(end.code if isinstance(end.code, int) else ExitCode.FAILED)
+        if isinstance(end.__context__, KeyboardInterrupt):  # of which Lightning makes an ordinary failure
+            raise SystemExit(ExitCode.INTERRUPTED) from None
+        if words := getattr(end, "words", ""):  # a `Preempted`
+            say_once(f"verl-fit: {words}\n")
+        raise
+    except BaseException:
+        peers.fail()
+        raise
+    peers.leave()
+    ending = cli.ending
+    if ending.code and cli.trainer.is_global_zero:  # launchers make a failure of what other ranks say
+        say_once(f"verl-fit: {ending.words} (exit code {ending.code:d}).\n")
+        raise SystemExit(ending.code)
 
 
 def normalize_arguments(argv: Sequence[str]) -> list[str]:
@@ -213,4 +249,4 @@ def show_error(kind: type[BaseException], error: BaseException, trace: Traceback
 def fail(message: str) -> NoReturn:
     """Ends the process with one sentence and the exit code of a wrong command line."""
     say_once(f"verl-fit: error: {message}\n")
-    raise SystemExit(2)
+    raise SystemExit(ExitCode.USAGE)

@@ -35,8 +35,11 @@ from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.ending import ending_of
+from verl_lightning.modules.preemption import Preemption
 from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.needs import is_looked_up, missing_checkpoint, missing_strategy, no_data, no_gpu
+from verl_lightning.processes.exit_codes import FINISHED, Ending
 from verl_lightning.run_folders import (
     CONFIG_FILE,
     last_checkpoint,
@@ -169,6 +172,7 @@ class CLI(OpenCLI):
             parser.add_class_arguments(
                 strategy, name, help=f"Settings of the strategy `{name}`; used when it is chosen"
             )
+        parser.add_class_arguments(Preemption, "preemption", help="How a run that is told to stop ends")
         for slot, base in CALLBACK_SLOTS.items():
             parser.add_subclass_arguments(base, slot, fail_untyped=False, required=False, help=slot_help(base))
         assert isinstance(parser, Parser)
@@ -219,6 +223,8 @@ class CLI(OpenCLI):
             kwargs.setdefault("strategy", self.built(trainer.strategy))
         register_strategies(ddp=dict(self.setting("ddp")))  # what `auto` takes for several devices
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
+        if not any(isinstance(callback, Preemption) for callback in callbacks):
+            callbacks.append(self.built("preemption"))
         try:
             made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
@@ -240,6 +246,11 @@ class CLI(OpenCLI):
         lock_first(self.trainer)
 
     before_validate = before_test = _lock_folders
+
+    @property
+    def ending(self) -> Ending:
+        """Why the run has ended; an evaluation always comes to its end."""
+        return ending_of(self.trainer) if self.subcommand == "fit" else FINISHED
 
     def _tell_of_unused_groups(self, trainer: Trainer) -> None:
         """Says which settings of other strategies wait for them; a file may well hold those of several."""

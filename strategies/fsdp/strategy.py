@@ -55,10 +55,11 @@ from verl_lightning.strategies.fsdp.shard import (
 )
 from verl_lightning.strategies.host_groups import in_seconds
 from verl_lightning.strategies.memory import ModelMemory, sharded_memory
+from verl_lightning.strategies.process_group import WatchedStrategy
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
 
-class FSDPStrategy(FSDPGroups, OpenModelParallelStrategy):
+class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
     """Every process holds a part of each weight and sees its share of the data; weights are gathered block by block.
 
     ``trainer.precision: bf16-mixed`` keeps weights in their own type, gathers them in bfloat16, computes under

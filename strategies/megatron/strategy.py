@@ -40,6 +40,7 @@ from verl_lightning.strategies.megatron.schedule import metrics_on_all_stages, r
 from verl_lightning.strategies.megatron.scorer import MegatronScorer
 from verl_lightning.strategies.megatron.weights import exported_adapter, exported_weights
 from verl_lightning.strategies.memory import ModelMemory
+from verl_lightning.strategies.process_group import WatchedStrategy
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
 LOSS = "megatron/loss"
@@ -52,7 +53,7 @@ class MegatronPrecision(Precision):
     precision = "bf16-mixed"
 
 
-class MegatronStrategy(MegatronGroups, LightningDDPStrategy):
+class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     """Megatron-Core: layers, stages, sequences and experts spread over processes, and data parallelism over the rest.
 
     ``trainer.precision: bf16-mixed``, or a model's ``dtype: bfloat16``, computes in bfloat16 beside float32 weights of

@@ -62,16 +62,41 @@ def test_the_loops_state_has_the_names_that_are_rewritten(trainer):
     assert state["state_dict"] == {}
 
 
-def test_sigterm_is_handled_by_ours_and_then_by_lightnings_again(trainer):
+def test_signals_are_heard_by_ours_and_then_by_lightnings_again(trainer):
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    assert parameters_of(loop._broadcast_sigterm_tensor) == []
-    assert parameters_of(connector._sigterm_notifier_fn) == ["signum", "_"]
+    own = [connector.register_signal_handlers, connector.teardown, loop._broadcast_sigterm_tensor]
+    assert [parameters_of(function) for function in own] == [[], [], []]
     assert connector.received_sigterm is trainer.received_sigterm is False
-    own = [connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor]
-    compat.replace_sigterm(trainer, print, print)
-    assert connector._sigterm_notifier_fn is loop._broadcast_sigterm_tensor is print
-    compat.restore_sigterm(trainer)
-    assert [connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor] == own
+    calls = []
+
+    compat.replace_signals(trainer, lambda: calls.append("listen") or (lambda: calls.append("undo")))
+    connector.register_signal_handlers()
+    loop._broadcast_sigterm_tensor()
+    connector.teardown()
+
+    assert calls == ["listen", "undo"]
+    compat.restore_signals(trainer)
+    assert [connector.register_signal_handlers, connector.teardown, loop._broadcast_sigterm_tensor] == own
+
+
+def test_counts_of_a_validation_that_is_broken_off_are_known(trainer):
+    """`Preemption` takes them back."""
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    assert (
+        vars(progress.total).keys() == vars(progress.current).keys() == {"ready", "started", "processed", "completed"}
+    )
+
+
+def test_processes_are_started_as_lightning_starts_them():
+    """`OpenLauncher` leaves out who kills the first one when another has ended."""
+    source = inspect.getsource(compat._SubprocessScriptLauncher.launch)
+    assert "_launch_process_observer(self.procs)" in source
+    assert parameters_of(compat._SubprocessScriptLauncher._call_children_scripts) == ["self"]
+    assert parameters_of(compat._set_num_threads_if_needed) == ["num_processes"]
+    for kind in (DDPStrategy, ModelParallelStrategy):
+        assert parameters_of(kind._configure_launcher) == ["self"]
+        assert parameters_of(kind._get_process_group_backend) == ["self"]
+        assert parameters_of(kind.set_world_ranks) == ["self"]
 
 
 def test_averages_are_reached():
@@ -92,6 +117,7 @@ def test_checkpoint_callbacks_save_and_remove_by_these_methods(tmp_path):
         assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
     assert {"_last_global_step_saved", "_last_checkpoint_saved"} <= vars(ModelCheckpoint()).keys()
     assert not compat.saves_by_time(ModelCheckpoint())
+    assert not compat.has_saved_last(ModelCheckpoint(), 0, "last.ckpt")
 
 
 def test_a_wandb_loggers_run_is_chosen(tmp_path):

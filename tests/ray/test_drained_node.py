@@ -40,7 +40,7 @@ def test_a_run_leaves_a_node_that_is_taken_away(tmp_path, tiny_folder, prompt_fi
         wait_until(lambda: "starting all workers again" in process.output, process)
         wait_for_step(folder, last_step(folder) + 2, process)
         os.kill(process.pid, signal.SIGTERM)
-        output = process.wait(code=128 + signal.SIGTERM)
+        output = process.wait(code=75)
     cluster.shutdown()
 
     assert "NodeLeavingError" in output

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.worker import Worker
-from verl_lightning.supervisor import SupervisedProcess
 
 
 class StreamingEngine(HFEngine):

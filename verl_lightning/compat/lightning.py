@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -128,25 +131,36 @@ def update_logged(module: LightningModule, name: str, value: Tensor) -> bool:
     return True
 
 
-def replace_sigterm(trainer: Trainer, hear: Callable[..., None], agree: Callable[[], None]) -> None:
-    """Take the place of Lightning's handling of SIGTERM.
+def replace_signals(trainer: Trainer, listen: Callable[[], Callable[[], None]]) -> None:
+    """Take the place of Lightning's handling of signals.
 
-    Its handler begins a collective wherever the signal finds a process, in the middle of training's; and before each
-    batch the host waits until its device has done all its work.
+    Its handler of SIGTERM begins a collective wherever the signal finds a process, in the middle of training's; that of
+    SIGUSR1 under SLURM saves in the middle of a step; and before each batch the host asks the devices of all ranks.
 
     Args:
         trainer: Before it registers handlers.
-        hear: The handler of the signal.
-        agree: Called before each batch of training.
+        listen: Registers others, and returns what takes them back.
     """
-    trainer._signal_connector._sigterm_notifier_fn = hear  # type: ignore[method-assign]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
+    connector = trainer._signal_connector
+    tear_down = connector.teardown
+
+    def start() -> None:
+        undo = listen()
+
+        def stop() -> None:
+            undo()
+            tear_down()
+
+        connector.teardown = stop  # type: ignore[method-assign]
+
+    connector.register_signal_handlers = start  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def restore_sigterm(trainer: Trainer) -> None:
-    """Take back `replace_sigterm`."""
+def restore_signals(trainer: Trainer) -> None:
+    """Take back `replace_signals`."""
     for owner in (trainer._signal_connector, trainer.fit_loop.epoch_loop):
-        for name in ("_sigterm_notifier_fn", "_broadcast_sigterm_tensor"):
+        for name in ("register_signal_handlers", "teardown", "_broadcast_sigterm_tensor"):
             vars(owner).pop(name, None)  # over the methods of their classes
 
 
@@ -179,6 +193,11 @@ def swap_average(averaging: WeightAveraging, module: LightningModule) -> None:
 def saves_by_time(callback: ModelCheckpoint) -> bool:
     """Tell whether a callback has a ``train_time_interval``."""
     return callback._train_time_interval is not None
+
+
+def has_saved_last(callback: ModelCheckpoint, step: int, path: str) -> bool:
+    """Whether a callback has written its `last` checkpoint to a path after a step."""
+    return callback._last_global_step_saved == step and callback.last_model_path == path
 
 
 def last_checkpoints(trainer: Trainer) -> list[Path]:
@@ -292,6 +311,51 @@ class KeepingWriter(ExperimentWriter):
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     """Arguments of `DistributedDataParallel` that a strategy was made with."""
     return dict(strategy._ddp_kwargs)
+
+
+def process_group_backend(strategy: ParallelStrategy) -> str:
+    """The backends of torch's process groups that a strategy has chosen, such as ``gloo``."""
+    known: Any = strategy  # those for several processes have it, each for itself
+    return str(known._get_process_group_backend())
+
+
+class OpenLauncher(_SubprocessScriptLauncher):
+    """A launcher that tells its subclass when it starts the other processes of this machine.
+
+    It does not watch them: Lightning kills this process, without a word, some seconds after one has ended in any way.
+    """
+
+    def before_start(self) -> None:
+        """Called in the process that starts the others."""
+
+    def after_start(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Called with the others, by their local ranks from 1 on."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        del trainer
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self.before_start()
+            self._call_children_scripts()
+            self.after_start(self.procs)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class OwnLauncherStrategy(ParallelStrategy):
+    """A strategy with a launcher of its own, if any, where Lightning would start this script once a device."""
+
+    launcher_kind: type[OpenLauncher] | None
+    num_nodes: int
+    num_processes: int
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.launcher_kind is not None and type(self._launcher) is _SubprocessScriptLauncher:
+            assert self.cluster_environment is not None
+            self._launcher = self.launcher_kind(self.cluster_environment, self.num_processes, self.num_nodes)
 
 
 class OpenModelParallelStrategy(ModelParallelStrategy):

@@ -1,4 +1,4 @@
-"""What a run will ask of the cluster beside its workers, read from its command line before anything is built.
+"""What the driver must know of a run's settings, read from its command line before anything is built.
 
 Only to refuse early: torch and Lightning take too long to import for that. What this reading misses (a class of the
 user's, a bad value) is found when the run reads its settings and starts its actors.
@@ -19,6 +19,9 @@ from verl_lightning.rewards.pool import RewardConfig
 REPLICA = Demand(option="rollout.num_replicas", count=1, cpus=1.0)
 """What `RayRollout` asks for unless it is told otherwise."""
 
+GRACE = 300.0
+"""What `Preemption` grants unless it is told otherwise."""
+
 
 def actor_demands(words: Sequence[str], num_workers: int) -> list[Demand]:
     """Engines and reward workers that a run starts as Ray actors; the least that it will.
@@ -33,6 +36,16 @@ def actor_demands(words: Sequence[str], num_workers: int) -> list[Demand]:
     """
     settings = dict(_settings(normalize_arguments(words)))
     return [*_engines(settings), *_reward_workers(settings, num_workers)]
+
+
+def grace_of(words: Sequence[str]) -> float:
+    """Seconds in which a run that is told to stop must end.
+
+    Args:
+        words: The command line of `verl-fit`.
+    """
+    grace = dict(_settings(normalize_arguments(words))).get("preemption.grace", GRACE)
+    return float(grace) if _are_amounts(grace) else GRACE
 
 
 def _engines(settings: Mapping[str, Any]) -> Iterator[Demand]:

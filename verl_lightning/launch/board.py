@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lightning.processes.exit_codes import Ending
 from verl_lightning.ray.actors import on_this_node
 
 
@@ -45,7 +46,7 @@ class Board:
         self._folder: RunFolder | None = None
         self._refusal: str | None = None
         self._stop_reason: str | None = None
-        self._saved: str | None = None
+        self._ending: Ending | None = None
 
     def begin(self, place: Place) -> None:
         """A worker has started."""
@@ -80,13 +81,13 @@ class Board:
         """Why to save and end; None to go on."""
         return self._stop_reason
 
-    def keep_saved(self, what: str) -> None:
-        """The workers have saved and end."""
-        self._saved = what
+    def keep_ending(self, ending: Ending) -> None:
+        """The workers have come to an end, and say why."""
+        self._ending = ending
 
-    def saved(self) -> str | None:
-        """What was saved before the end that was asked for; None if there was none."""
-        return self._saved
+    def ending(self) -> Ending | None:
+        """Why the workers have ended; None if they have not."""
+        return self._ending
 
     def describe(self, rank: int) -> str:
         """Who and where a worker is, and what it did last."""

@@ -6,13 +6,17 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl_lightning.launch.actor_demands import actor_demands
+from verl_lightning.launch.actor_demands import actor_demands, grace_of
 from verl_lightning.launch.board import make_board
 from verl_lightning.launch.options import LaunchOptions, parse_launch
+from verl_lightning.launch.process_group import torch_config
 from verl_lightning.launch.task import Task
+from verl_lightning.processes.exit_codes import ExitCode
+from verl_lightning.processes.signals import LAST_SECONDS, SAME_SECONDS, EndSoon, end_after, end_now, listen
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, require
 
 if TYPE_CHECKING:
@@ -27,22 +31,53 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: Words after ``ray``.
     """
+    stop_listening = listen(EndSoon())
     try:
         import ray
 
         options, words = parse_launch(argv)
+        actors = actor_demands(words, options.num_workers)
         connect(options.address)
-        demand = options.demand(sum(node.resources.get("GPU", 0.0) for node in nodes()))
-        demands = [demand, *actor_demands(words, options.num_workers)]
+        demands = [options.demand(sum(node.resources.get("GPU", 0.0) for node in nodes())), *actors]
         require(*demands, wait=options.wait)
     except (ValueError, FileNotFoundError, ConnectionError, PlacementError) as error:
-        fail(str(error), code=2)
+        fail(str(error), code=ExitCode.USAGE)
     except ModuleNotFoundError as error:
-        fail(f"it needs Ray ({error}): pip install 'verl-lightning[ray]'.", code=2)
+        fail(f"it needs Ray ({error}): pip install 'verl-lightning[ray]'.", code=ExitCode.USAGE)
     try:
         run(options, demands, words)
     finally:
+        stop_listening()
         ray.shutdown()
+
+
+class StopsWorkers:
+    """Passes on what tells the driver to stop; a second signal ends it at once, and so does a run without end.
+
+    Args:
+        board: The run's `Board`.
+        grace: Seconds in which the workers must have ended.
+    """
+
+    def __init__(self, board: Any, grace: float) -> None:
+        self._board = board
+        self._grace = grace
+        self._since: float | None = None
+
+    def hear(self, signum: signal.Signals) -> None:
+        """A signal has come; called in a thread of its own."""
+        if self._since is None:
+            self._since = time.monotonic()
+            self._board.stop.remote(signum.name)
+            # Workers that are late break off by themselves first, and tell.
+            end_after(
+                self._grace + 2 * LAST_SECONDS, "the workers have not ended in time. Go on from the last checkpoint."
+            )
+        elif time.monotonic() - self._since > SAME_SECONDS:
+            end_now(f"{signum.name}: the run ends at once. Go on from the last checkpoint.")
+
+    def meet(self, signum: signal.Signals) -> None:
+        """Does nothing: the main thread waits for the workers."""
 
 
 def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> None:
@@ -57,7 +92,7 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
     from ray.train import TrainingFailedError
 
     board = make_board()
-    signal.signal(signal.SIGTERM, lambda *_: board.stop.remote("SIGTERM"))
+    listen(StopsWorkers(board, grace_of(words)))
     task = Task(words=words, folder=os.getcwd(), sys_path=[os.getcwd(), *sys.path], board=board)
     for attempt in range(options.max_restarts + 1):
         try:
@@ -67,8 +102,9 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
             say(describe_failure(error, board))
             check_restart(board, attempt, options, demands)
             task = dataclasses.replace(task, restart_of=ray.get(board.folder.remote()))
-    if saved := ray.get(board.saved.remote()):
-        fail(f"{saved}. Go on with the same command and `--ckpt_path last`.", code=128 + signal.SIGTERM)
+    ending = ray.get(board.ending.remote())
+    if ending is not None and ending.code:
+        fail(ending.words, code=ending.code)
 
 
 def fit_once(task: Task, demand: Demand) -> None:
@@ -82,14 +118,14 @@ def fit_once(task: Task, demand: Demand) -> None:
         TrainingFailedError: If one of them fails or dies, its node is taken away, or there is no room for them.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     # Ray itself would start workers again, without the checkpoint and without end, when a node goes or has no room.
     never = FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)  # type: ignore[call-arg]
     trainer = TorchTrainer(
         train_on_worker,
         train_loop_config={"task": task},
-        torch_config=TorchConfig(backend="nccl" if demand.gpus else "gloo"),
+        torch_config=torch_config("nccl" if demand.gpus else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=demand.count, use_gpu=demand.gpus > 0, resources_per_worker=demand.bundle
         ),
@@ -99,7 +135,7 @@ def fit_once(task: Task, demand: Demand) -> None:
     try:
         trainer.fit()
     except SystemExit:  # Ray's answer to Ctrl-C, with the exit code of a success
-        raise SystemExit(128 + signal.SIGINT) from None
+        raise SystemExit(ExitCode.INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGINT, on_interrupt)  # Ray's handler asks workers that are gone
 
@@ -116,15 +152,19 @@ def check_restart(board: Any, attempt: int, options: LaunchOptions, demands: Seq
     import ray
 
     if refusal := ray.get(board.refusal.remote()):
-        fail(refusal, code=1)
+        fail(refusal, code=ExitCode.FAILED)
     if reason := ray.get(board.stop_reason.remote()):
-        fail(f"a worker died after {reason}, before it had saved. Go on from the last checkpoint.", code=1)
+        fail(
+            f"the workers ended after {reason}, before they had saved. Go on from the last checkpoint.",
+            code=ExitCode.PREEMPTED,
+        )
     if attempt == options.max_restarts:
-        fail(f"workers died again after {attempt} restarts (`--max-restarts {options.max_restarts}`).", code=1)
+        again = f"workers died again after {attempt} restarts (`--max-restarts {options.max_restarts}`)."
+        fail(again, code=ExitCode.FAILED)
     try:
         require(*demands, wait=options.wait, patience=_END_SECONDS)
     except PlacementError as error:
-        fail(f"can't start again: {error} Or let it wait for new nodes: `--wait SECONDS`.", code=1)
+        fail(f"can't start again: {error} Or let it wait for new nodes: `--wait SECONDS`.", code=ExitCode.FAILED)
     say(f"starting all workers again from the last checkpoint (restart {attempt + 1} of {options.max_restarts})")
 
 
@@ -159,7 +199,7 @@ def say(message: str) -> None:
     sys.stderr.write(f"verl-fit ray: {message}\n")
 
 
-def fail(message: str, *, code: int) -> NoReturn:
+def fail(message: str, *, code: ExitCode) -> NoReturn:
     """Ends the driver with a message."""
     say(message)
     raise SystemExit(code)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from verl_lightning.launch.board import RunFolder
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.strategies.base import as_contract
-
-
-class StoppedOnRequest(Exception):
-    """The run has saved and ends, as the driver asked."""
+from verl_lightning.modules.preemption import Preemption, last_checkpoint_callbacks
 
 
 class NodeLeavingError(Exception):
@@ -37,6 +32,8 @@ class Reporter(Callback):
     def __init__(self, board: Any) -> None:
         self.board = board
         """Whom this tells."""
+        self.notice = ""
+        """What Ray has announced of the run's nodes."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,43 +52,39 @@ class Reporter(Callback):
         self.board.enter.remote(module.trainer.global_rank, module.trainer.global_step, phase)
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ask(trainer)
+        self._preemption(trainer).end_if_told(trainer)  # before engines are started
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         import ray
 
-        reason = ray.get(self.board.stop_reason.remote()) if trainer.is_global_zero else None
-        is_asked = as_contract(trainer.strategy).largest_over_ranks(int(reason is not None))
-        notice = ray.train.get_preemption_info()  # collective, as the line above
-        if not is_asked and notice is None:
-            return
-        saved = save_last(trainer)
-        if not is_asked:
-            raise NodeLeavingError(f"Ray takes nodes away from ranks {notice.preempted_ranks}; {saved}.")
-        if trainer.is_global_zero:
-            ray.get(self.board.keep_saved.remote(saved))
-        raise StoppedOnRequest(saved)
+        self._ask(trainer)
+        notice = ray.train.get_preemption_info()  # collective
+        if notice is not None and self._preemption(trainer).reason is None:
+            self.notice = f"Ray takes nodes away from ranks {notice.preempted_ranks}"
+            self._preemption(trainer).tell(self.notice)
 
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._ask(trainer)
 
-def save_last(trainer: Trainer) -> str:
-    """Writes all `last` checkpoints, and says where. Collective."""
-    paths = [last_path(callback) for callback in last_checkpoint_callbacks(trainer)]
-    for path in paths:
-        trainer.save_checkpoint(path)
-    where = f"saved in `{paths[0]}`" if paths else "nothing saved, for no `ModelCheckpoint` has `save_last`"
-    return f"stopped after step {trainer.global_step}, {where}"
+    def _ask(self, trainer: Trainer) -> None:
+        """Passes on what the driver wants, to be done when all callbacks have seen this batch."""
+        import ray
 
+        preemption = self._preemption(trainer)
+        if trainer.is_global_zero and preemption.reason is None:
+            reason = ray.get(self.board.stop_reason.remote())
+            if reason is not None:
+                preemption.tell(reason)
 
-def last_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
-    """The callbacks that keep a `last` checkpoint."""
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [callback for callback in callbacks if callback.save_last]
-
-
-def last_path(callback: ModelCheckpoint) -> str:
-    """Where a callback keeps its `last` checkpoint."""
-    assert callback.dirpath is not None
-    return os.path.join(callback.dirpath, callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)
+    def _preemption(self, trainer: Trainer) -> Preemption:
+        callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next(callback for callback in callbacks if isinstance(callback, Preemption))
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:

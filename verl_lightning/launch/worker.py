@@ -13,10 +13,12 @@ from typing_extensions import override
 
 from verl_lightning.faults import is_meant_for_user
 from verl_lightning.launch.board import Place
-from verl_lightning.launch.reporter import NodeLeavingError, Reporter, StoppedOnRequest, newest_checkpoint
+from verl_lightning.launch.reporter import NodeLeavingError, Reporter, newest_checkpoint
 from verl_lightning.launch.task import Task
 from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.modules.preemption import Preempted
+from verl_lightning.processes.exit_codes import Ending, ExitCode
 from verl_lightning.ray.actors import ActorsLostError
 from verl_lightning.rollout.process import EngineDiedError
 
@@ -28,12 +30,14 @@ class WorkerCLI(CLI):
 
     Args:
         task: What all workers do.
+        reporter: Tells the driver how far the run is.
         num_nodes: Nodes with workers.
         devices: Workers on each of them.
     """
 
-    def __init__(self, task: Task, *, num_nodes: int, devices: int) -> None:
+    def __init__(self, task: Task, reporter: Reporter, *, num_nodes: int, devices: int) -> None:
         self._task = task
+        self._reporter = reporter
         self._world = {"num_nodes": num_nodes, "devices": devices}
         super().__init__(restart_words(task))
 
@@ -44,7 +48,7 @@ class WorkerCLI(CLI):
         if restart_of is not None and isinstance(logger, ResumableCSVLogger):
             logger.continue_run(restart_of.log_version)
         trainer = super().instantiate_trainer(**kwargs, **self._world)
-        trainer.callbacks.insert(0, Reporter(self._task.board))  # type: ignore[attr-defined]
+        trainer.callbacks.insert(0, self._reporter)  # type: ignore[attr-defined]
         return trainer
 
 
@@ -63,16 +67,21 @@ def train(task: Task) -> None:
     address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     place = Place(rank=context.get_world_rank(), node=address, pid=os.getpid())
     ray.get(task.board.begin.remote(place))
+    reporter = Reporter(task.board)
     try:
         num_nodes, devices = describe_world(address)
         enter_folder(task)
-        WorkerCLI(task, num_nodes=num_nodes, devices=devices)
-    except StoppedOnRequest:
-        return
+        ending = WorkerCLI(task, reporter, num_nodes=num_nodes, devices=devices).ending
+    except Preempted as end:
+        if reporter.notice:
+            raise NodeLeavingError(f"{reporter.notice}; {end.words}") from None
+        ending = Ending(end.words, ExitCode.PREEMPTED)
     except (Exception, SystemExit) as error:
         if is_mistake(error):
             ray.get(task.board.refuse.remote(str(error)))
         raise
+    if place.rank == 0:
+        ray.get(task.board.keep_ending.remote(ending))
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
 from verl_lightning.modules.monitors import check_monitors
+from verl_lightning.modules.preemption import Preemption
 from verl_lightning.modules.resume_checks import (
     CONFIGS_KEY,
     IDENTITIES_KEY,
@@ -44,7 +45,6 @@ from verl_lightning.modules.resume_checks import (
 from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.modules.run_settings import SETTINGS_KEY, KeepPatience, tell_changes, training_settings
 from verl_lightning.modules.schedules import make_schedule
-from verl_lightning.modules.sigterm import AgreeOnSigterm
 from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -274,8 +274,15 @@ class PostTrainingModule(LightningModule):
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
         telling = _PrintsMemoryPlan(), WarnOfLostUpdates()
-        resuming = FinishInterruptedStep(), KeepPatience(), AgreeOnSigterm()
-        return [*phases, *averaging, _TimesCheckpoints(), *telling, _TeardownOnException(), *resuming]
+        ending = [] if self._preemption else [Preemption()]
+        always = _TimesCheckpoints(), *telling, _TeardownOnException(), FinishInterruptedStep(), KeepPatience()
+        return [*phases, *averaging, *always, *ending]
+
+    @property
+    def _preemption(self) -> Preemption | None:
+        """The callback that ends runs."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, Preemption)), None)
 
     @override
     def setup(self, stage: str) -> None:
@@ -312,6 +319,23 @@ class PostTrainingModule(LightningModule):
         # Libraries draw dropout from the global streams; seeded by the batch, a resumed run draws the same.
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx
         reseed(run_seed(), "train", batches, self.trainer.global_rank)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._end_if_told()
+
+    @override
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._end_if_told()
+
+    @override
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._end_if_told()
+
+    def _end_if_told(self) -> None:
+        """After all callbacks, of which each has its state for the checkpoint then. Collective."""
+        if self._preemption is not None:
+            self._preemption.end_if_told(self.trainer)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

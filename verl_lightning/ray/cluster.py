@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verl_lightning.compat.ray import use_loopback
 from verl_lightning.faults import RunError
+from verl_lightning.ray import local
 
 _ADVICE = "Ask for fewer or smaller ones, or add nodes."
 _BUSY_SECONDS = 5.0  # what a dead group held is free again after about one
@@ -62,12 +65,30 @@ def connect(address: str | None = None) -> None:
     """Joins a cluster, unless this process has joined one.
 
     Args:
-        address: Of the head node; None takes the cluster that runs on this machine, or else starts one.
+        address: Of the head node, or ``auto`` for a cluster that runs on this machine; None takes ``RAY_ADDRESS``, else
+            a cluster that runs here, or else starts one of this machine alone.
+
+    Raises:
+        ConnectionError: If no cluster answers there.
     """
     import ray
 
-    if not ray.is_initialized():
-        ray.init(address=address)
+    if ray.is_initialized():
+        return
+    wanted = address or os.environ.get("RAY_ADDRESS")
+    if wanted and wanted not in ("auto", "local"):
+        if reason := local.why_silent(wanted):
+            raise ConnectionError(
+                f"no Ray cluster answers at {wanted} ({reason}), where {'`--address`' if address else '`RAY_ADDRESS`'}"
+                " looks for one. Look at `ray status` on its head node; left out, a cluster of this machine is started."
+            )
+        local.join(wanted)
+    elif wanted == "local" or (not wanted and local.running_address() is None):
+        local.start()
+    elif wanted == "auto" and local.running_address("auto") is None:
+        raise ConnectionError("no Ray cluster runs here. Start one by `ray start --head`, or leave `auto` out.")
+    else:
+        local.join(wanted or None)
 
 
 def connect_like(address: str) -> None:
@@ -83,8 +104,10 @@ def connect_like(address: str) -> None:
 
     if not ray.is_initialized():
         # Not by its address, with which Ray 2.60 would not show its token to a cluster that asks for one.
+        if address.startswith(("127.", "[::1]")):
+            use_loopback()
         with contextlib.suppress(ConnectionError):
-            ray.init(address="auto")
+            local.join("auto")
     found = ray.get_runtime_context().gcs_address if ray.is_initialized() else "no place"
     if found != address:
         raise ConnectionError(

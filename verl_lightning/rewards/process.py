@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rewards.wire import add_tag, split_tag
-from verl_lightning.supervisor import SupervisedProcess
 
 _STOP_SECONDS = 1.0  # an idle worker leaves at once when its pipe closes, unless user code holds it
 _MAX_LINE = 2**26  # bytes of an answer, far above any that a worker gives

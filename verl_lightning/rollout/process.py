@@ -20,12 +20,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from verl_lightning.faults import RunError
+from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, to_rollout
 from verl_lightning.rollout.vllm import late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
-from verl_lightning.supervisor import SupervisedProcess
 from verl_lightning.types import Rollout
 
 GRACE = 60.0

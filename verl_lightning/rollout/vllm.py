@@ -26,6 +26,7 @@ from torch import Tensor
 from verl_lightning.compat import vllm as compat
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
+from verl_lightning.processes import loopback
 from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, request_name, to_rollout
 from verl_lightning.rollout.vllm_config import VLLMConfig
@@ -74,6 +75,9 @@ class VLLMEngine:
         compat.register_float32_residual()
         self._device = device
         self._owns_process_group = not dist.is_initialized()
+        if self._owns_process_group:  # it is alone, but would listen where others can reach it
+            loopback.use_for("GLOO")
+            os.environ.setdefault("VLLM_HOST_IP", loopback.ADDRESS)
         with isolate_rng(), compat.thread_setter_kept():
             self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
 

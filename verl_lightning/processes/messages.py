@@ -1,4 +1,4 @@
-"""What the processes of one run say when it fails: each message once."""
+"""Messages of the processes of one run, each said once; and the name by which they know that it is one run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+RUN_VARIABLE = "VERL_FIT_RUN"
+"""Tells the processes that Lightning starts to which run they belong, even if the first one has died by then."""
 
 
 def say_once(text: str) -> None:
@@ -45,18 +49,33 @@ def has_another_failed() -> bool:
 
 
 def said_in_run(environment: Mapping[str, str]) -> Path | None:
-    """The folder for what is said; None for a run of one process, and where the system has no list of processes.
+    """The folder for what is said; None for a run of one process, and where the system has no list of processes."""
+    key = run_key(environment)
+    return None if key is None else Path(tempfile.gettempdir(), f"verl-fit-said-{key}")
 
-    Its name tells what only processes of one run have in common: who started them, when that began, and their port.
+
+def run_key(environment: Mapping[str, str]) -> str | None:
+    """A name that only the processes of one run on this machine have; None if it has one, or no list of processes.
+
+    It tells what they have in common: who started them, when that began, and their port.
     """
     if "LOCAL_RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) == 1:
         return None
+    if key := environment.get(RUN_VARIABLE):
+        return key
     is_launched = "TORCHELASTIC_RUN_ID" in environment or "SLURM_PROCID" in environment
     is_first = not is_launched and environment.get("LOCAL_RANK", "0") == "0"  # Lightning starts the others from it
     pid = os.getpid() if is_first else os.getppid()
-    try:
-        # The 22nd field says when a process began; the second may hold spaces.
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-    return Path(tempfile.gettempdir(), f"verl-fit-said-{pid}-{began}-{environment.get('MASTER_PORT', '')}")
+    with suppress(OSError):
+        return f"{pid}-{began(pid)}-{environment.get('MASTER_PORT', '')}"
+    return None
+
+
+def began(pid: int) -> int:
+    """When a process began, in ticks of the system's clock.
+
+    Raises:
+        OSError: If there is none, or the system does not tell.
+    """
+    # The 22nd field; the second may hold spaces.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

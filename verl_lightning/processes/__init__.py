@@ -1,0 +1,1 @@
+"""Processes of a run: how they start, watch one another, hear signals and end."""

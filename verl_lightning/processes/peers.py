@@ -1,0 +1,175 @@
+"""The processes of a run on one machine watch one another: those that are left when one has died say who, and end.
+
+A collective notices a death late or never: while processes still meet, they wait for one that will not come.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+from verl_lightning.processes.exit_codes import ExitCode
+from verl_lightning.processes.messages import RUN_VARIABLE, began, run_key, say_once
+
+IS_SUPPORTED = hasattr(os, "pidfd_open")
+"""Whether the system tells of the end of a process; Linux does."""
+
+SURVIVOR_SECONDS = 5.0
+"""How long those that are left may take to end by themselves, such as by the error of a collective."""
+
+_LOOK_SECONDS = 0.2  # between two looks for processes that have joined
+
+
+class Peers:
+    """This process among those of its run on this machine.
+
+    Each has a file in a folder of the run, which it takes away when it leaves in good order. The file of one that has
+    ended stays, and tells others how.
+
+    Args:
+        folder: Of the run; made if need be.
+        rank: This process's.
+    """
+
+    joined: ClassVar[Peers | None] = None
+
+    def __init__(self, folder: Path, rank: str) -> None:
+        self._file = folder / f"rank_{rank}"
+        self._seen: set[str] = {self._file.name}
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.note("")
+        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+
+    def note(self, code: int | str) -> None:
+        """Writes down who this is, and with which exit code it ends."""
+        self._write(self._file, f"{os.getpid()} {began(os.getpid())} {code}")
+
+    def announce(self, rank: int, pid: int) -> None:
+        """Writes down who another process will be."""
+        self._write(self._file.with_name(f"rank_{rank}"), f"{pid} {began(pid)}")
+
+    def _write(self, file: Path, text: str) -> None:
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(text)
+        draft.replace(file)
+
+    def leave(self) -> None:
+        """Goes in good order."""
+        self._file.unlink(missing_ok=True)
+        with suppress(OSError):  # others are there
+            self._file.parent.rmdir()
+
+    def _watch(self) -> None:
+        poll, peers = select.poll(), dict[int, tuple[Path, int]]()
+        while self._file.exists():
+            for file in self._newcomers():
+                pid, start = map(int, file.read_text().split()[:2])
+                descriptor = open_process(pid, start)
+                if descriptor is None:
+                    self._lose(file, pid)
+                else:
+                    peers[descriptor] = file, pid
+                    poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                self._lose(*peers.pop(descriptor))
+
+    def _newcomers(self) -> list[Path]:
+        with suppress(FileNotFoundError):  # this process has left
+            found = [path for path in self._file.parent.glob("rank_*") if "." not in path.name]
+            new = [path for path in found if path.name not in self._seen]
+            self._seen |= {path.name for path in new}
+            return new
+        return []
+
+    def _lose(self, file: Path, pid: int) -> None:
+        """A process has ended: if it had not left, this one ends too."""
+        try:
+            noted = file.read_text().split()[2:]
+        except FileNotFoundError:
+            self._seen.discard(file.name)  # it may join again
+            return
+        code = int(noted[0]) if noted else None
+        say_once(f"verl-fit: {describe_loss(file.name.replace('_', ' '), pid, code)}\n")
+        time.sleep(SURVIVOR_SECONDS)
+        if self._file.exists():
+            os._exit(ExitCode.PREEMPTED if code == ExitCode.PREEMPTED else ExitCode.FAILED)
+
+
+def join() -> None:
+    """Joins the other processes of this run on this machine, if there are any; does nothing the second time."""
+    key = run_key(os.environ)
+    if not IS_SUPPORTED or Peers.joined is not None or key is None or os.environ.get("TORCHELASTIC_RUN_ID") == "ray":
+        return  # Ray's workers are watched by Ray
+    owner = int(key.partition("-")[0])
+    if owner not in (os.getpid(), os.getppid()) and Path(f"/proc/{owner}").exists():
+        return  # a process of another program that one of the run has started
+    os.environ[RUN_VARIABLE] = key
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK", "0")
+    Peers.joined = Peers(Path(tempfile.gettempdir(), f"verl-fit-ranks-{key}"), rank)
+
+
+def announce(rank: int, pid: int) -> None:
+    """Has this process watch one that it has started, even if that dies before it joins.
+
+    Args:
+        rank: What the other will join as.
+        pid: Its process id.
+    """
+    if Peers.joined is not None:
+        Peers.joined.announce(rank, pid)
+
+
+def leave() -> None:
+    """Leaves in good order: others go on without this process."""
+    joined, Peers.joined = Peers.joined, None
+    if joined is not None:
+        joined.leave()
+
+
+def fail(code: int = ExitCode.FAILED) -> None:
+    """Says that this process ends before its time, and with which exit code."""
+    if Peers.joined is not None:
+        Peers.joined.note(code)
+
+
+def describe_loss(rank: str, pid: int, code: int | None) -> str:
+    """What the others say of a process that has ended.
+
+    Args:
+        rank: Its name.
+        pid: Its process id.
+        code: With which it said that it ends; None if it could not say anything.
+    """
+    if code == ExitCode.PREEMPTED:
+        return f"{rank} (process {pid}) was told to stop, and the run ends with it."
+    if code is not None:
+        return f"{rank} (process {pid}) has failed, and the run ends with it; its message says why."
+    return (
+        f"{rank} (process {pid}) has died, and the run ends with it. If nothing above says why, the usual cause is"
+        " memory: look for the kernel's OOM killer."
+    )
+
+
+def open_process(pid: int, start: int) -> int | None:
+    """A descriptor that is ready to read when a process ends; None if it has.
+
+    Args:
+        pid: Its process id.
+        start: When it began; another process may have its id by now.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+        if began(pid) == start:
+            return descriptor
+        os.close(descriptor)
+    except (ProcessLookupError, FileNotFoundError):
+        pass
+    return None
