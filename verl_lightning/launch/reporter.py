@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from typing_extensions import override
 from verl_lightning.launch.board import RunFolder
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.preemption import Preemption, last_checkpoint_callbacks
+from verl_lightning.modules.preemption import Preemption, last_checkpoint_callbacks, preemption_of
 
 
 class NodeLeavingError(Exception):
@@ -83,8 +82,9 @@ class Reporter(Callback):
                 preemption.tell(reason)
 
     def _preemption(self, trainer: Trainer) -> Preemption:
-        callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return next(callback for callback in callbacks if isinstance(callback, Preemption))
+        found = preemption_of(trainer)
+        assert found is not None  # every run has one
+        return found
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:

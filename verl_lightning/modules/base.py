@@ -31,7 +31,7 @@ from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
 from verl_lightning.modules.monitors import check_monitors
-from verl_lightning.modules.preemption import Preemption
+from verl_lightning.modules.preemption import Preemption, preemption_of
 from verl_lightning.modules.resume_checks import (
     CONFIGS_KEY,
     IDENTITIES_KEY,
@@ -274,15 +274,9 @@ class PostTrainingModule(LightningModule):
         phases = [BatchPhases()] if self.automatic_optimization else []
         averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
         telling = _PrintsMemoryPlan(), WarnOfLostUpdates()
-        ending = [] if self._preemption else [Preemption()]
+        ending = [] if preemption_of(self.trainer) else [Preemption()]
         always = _TimesCheckpoints(), *telling, _TeardownOnException(), FinishInterruptedStep(), KeepPatience()
         return [*phases, *averaging, *always, *ending]
-
-    @property
-    def _preemption(self) -> Preemption | None:
-        """The callback that ends runs."""
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return next((callback for callback in callbacks if isinstance(callback, Preemption)), None)
 
     @override
     def setup(self, stage: str) -> None:
@@ -334,8 +328,8 @@ class PostTrainingModule(LightningModule):
 
     def _end_if_told(self) -> None:
         """After all callbacks, of which each has its state for the checkpoint then. Collective."""
-        if self._preemption is not None:
-            self._preemption.end_if_told(self.trainer)
+        if preemption := preemption_of(self.trainer):
+            preemption.end_if_told(self.trainer)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

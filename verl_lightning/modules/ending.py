@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
-from verl_lightning.modules.preemption import Preempted, Preemption
+from verl_lightning.modules.preemption import Preempted, preemption_of
 from verl_lightning.processes.exit_codes import FINISHED, Ending, ExitCode
 
 
@@ -29,7 +29,9 @@ def ending_of(trainer: Trainer, error: BaseException | None = None) -> Ending:
         error: What it was ended by; None if it came to its end.
     """
     if isinstance(error, Preempted):
-        return Ending(f"preempted ({_told_by(trainer)})", ExitCode.PREEMPTED)
+        told = preemption_of(trainer)
+        reason = (told and told.reason) or "another process was told to stop"
+        return Ending(f"preempted ({reason})", ExitCode.PREEMPTED)
     if error is not None:
         code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
         return Ending(f"{type(error).__name__}: {error}".removesuffix(": "), code)
@@ -41,12 +43,6 @@ def ending_of(trainer: Trainer, error: BaseException | None = None) -> Ending:
         return FINISHED
     names = [type(each).__name__ for each in callbacks if isinstance(each, EarlyStopping) and _has_stopped(each)]
     return Ending(f"stopped by {names[0] if names else 'a callback'}", ExitCode.STOPPED)
-
-
-def _told_by(trainer: Trainer) -> str:
-    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    reasons = [callback.reason for callback in callbacks if isinstance(callback, Preemption)]
-    return next((reason for reason in reasons if reason is not None), "another process was told to stop")
 
 
 def _is_out_of_time(callbacks: Sequence[Callback]) -> bool:

@@ -163,6 +163,12 @@ class Preemption(Callback):
         return stop
 
 
+def preemption_of(trainer: Trainer) -> Preemption | None:
+    """The callback that ends the runs of a trainer; none before its fit is set up."""
+    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, Preemption)), None)
+
+
 def _is_done(trainer: Trainer) -> bool:
     """Whether training ends by itself after this batch."""
     return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
