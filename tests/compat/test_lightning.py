@@ -38,6 +38,7 @@ def test_what_is_left_of_a_step_is_known(trainer):
     assert isinstance(type(connector).metrics, property)
     assert parameters_of(connector.log_metrics) == ["metrics", "step"]
     assert parameters_of(loop._should_check_val_fx) == ["data_fetcher"]
+    assert not compat.is_accumulating(trainer)
     assert trainer.fit_loop._data_fetcher is None
     assert callable(loop.val_loop.run)
     assert loop.val_loop.restarting is False

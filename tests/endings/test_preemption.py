@@ -29,14 +29,31 @@ LAYOUTS = {
 }
 
 
-class Tell(Callback):
-    """Tells its run to stop in a validation, whose checkpoint of the step before is gone then."""
+class TellAt(Callback):
+    """Tells its run to stop in the batch of training with an index, or in the validation after it."""
+
+    def __init__(self, moment, batch_idx):
+        self.moment = moment
+        self.batch_idx = batch_idx
+
+    def tell(self, moment, trainer, batch_idx):
+        if (moment, batch_idx) == (self.moment, self.batch_idx):
+            [preemption] = [callback for callback in trainer.callbacks if isinstance(callback, Preemption)]
+            preemption.tell("a test")
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.tell("train", trainer, batch_idx)
 
     def on_validation_batch_start(self, trainer, *args):
-        [preemption] = [callback for callback in trainer.callbacks if isinstance(callback, Preemption)]
+        self.tell("validation", trainer, trainer.fit_loop.batch_idx)
+
+
+class ForgetSave(Callback):
+    """Has the checkpoint of the step before a validation be gone."""
+
+    def on_validation_start(self, trainer, module):
         [saves] = trainer.checkpoint_callbacks
         saves._last_global_step_saved = 0
-        preemption.tell("a test")
 
 
 def run(words, folder, world_size, code):
@@ -135,6 +152,26 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, settings_file):
     assert "SIGUSR1, after SIGTERM: the run ends at once" in output
 
 
+@pytest.mark.parametrize(("options", "told_at"), [({"val_check_interval": 3}, "validation"), ({}, "train")])
+def test_a_step_of_several_batches_is_finished(tmp_path, tiny_folder, chat_file, options, told_at):
+    """Also where a validation falls between them."""
+
+    def fit(name, *callbacks, **more):
+        saves = ModelCheckpoint(tmp_path / name, save_top_k=0, save_last=True, every_n_train_steps=1)
+        more |= {"enable_checkpointing": True, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+        trainer = make_trainer(tmp_path, saves, *callbacks, **more, **options)
+        trainer.fit(make_sft(tiny_folder), make_chats(chat_file, chat_file))
+
+    fit("whole", max_steps=2)
+    with pytest.raises(Preempted) as end:
+        fit("preempted", TellAt(told_at, 2), max_steps=9)
+    assert "stopped after step 2, " in end.value.words
+
+    whole, preempted = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "preempted"))
+    for key in ("state_dict", "optimizer_states"):
+        assert_same_state(preempted[key], whole[key])
+
+
 def test_weights_in_training_are_saved_where_a_validation_is_of_averaged_ones(tmp_path, tiny_folder, chat_file):
     def fit(name, *callbacks, **options):
         averages = EMAWeightAveraging(update_every_n_steps=1)
@@ -145,7 +182,7 @@ def test_weights_in_training_are_saved_where_a_validation_is_of_averaged_ones(tm
 
     fit("whole")
     with pytest.raises(Preempted):
-        fit("preempted", Tell())
+        fit("preempted", ForgetSave(), TellAt("validation", 1))
 
     whole, preempted = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "preempted"))
     for key in ("state_dict", "current_model_state", "loops", "optimizer_states"):

@@ -91,6 +91,11 @@ def is_within_step(trainer: Trainer) -> bool:
     return trainer.training and trainer.fit_loop._data_fetcher is not None and progress.ready != progress.completed
 
 
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the batch in training, or the newest one, was not followed by a step of the optimizer."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
 def metrics_to_log(trainer: Trainer) -> dict[str, float]:
     """Get the metrics that Lightning is going to send to loggers at the end of the batch; empty if none."""
     connector = trainer._logger_connector

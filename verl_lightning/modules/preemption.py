@@ -16,7 +16,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import has_saved_last, note_sigterm, replace_signals, restore_signals
+from verl_lightning.compat.lightning import (
+    has_saved_last,
+    is_accumulating,
+    note_sigterm,
+    replace_signals,
+    restore_signals,
+)
 from verl_lightning.modules.weight_averaging import averaged_weights
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
@@ -120,11 +126,13 @@ class Preemption(Callback):
             self._timer = end_after(LAST_SECONDS, f"{reason}: the process is stuck, and ends at once.")
 
     def end_if_told(self, trainer: Trainer) -> None:
-        """Saves and ends the run if any process was told to stop; before training or between two batches. Collective.
+        """Saves and ends the run if any process was told to stop; before training or between two steps. Collective.
 
         Raises:
             Preempted: With what was saved.
         """
+        if trainer.lightning_module.automatic_optimization and is_accumulating(trainer):
+            return  # gradients of half a step are in no checkpoint
         if not as_contract(trainer.strategy).largest_over_ranks(int(self._reason is not None)):
             return
         note_sigterm(trainer)

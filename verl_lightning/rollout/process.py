@@ -16,10 +16,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from verl_lightning.faults import RunError
+from verl_lightning.processes import loopback
 from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.completions import Completion, to_rollout
@@ -92,6 +94,8 @@ class ProcessEngine:
         if self._process is not None and not self._process.has_ended:
             return
         self.stop()
+        if not dist.is_initialized():  # else it is settled where NCCL listens, for the engine's process too
+            loopback.use_for("NCCL")
         ours, theirs = Pipe()
         self._connection = ours
         self._process = self._spawn(theirs)
