@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -225,6 +226,7 @@ def _save_result(folder: Path, filters: Sequence[Any], function: Callable[..., A
 
 def _main(call: bytes, folder: Path, output: Path, environment: Mapping[str, str]) -> None:
     """The life of a process, from the fork to what Python does at its end."""
+    gc.freeze()  # what was imported stays: no collection of garbage need look through it
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

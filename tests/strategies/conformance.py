@@ -238,7 +238,10 @@ class GradientProbe(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step > 0:
             return
-        sizes = {"16x1": 1, "4x4": 4, "uneven": 1 if pl_module.contract.data_parallel_rank == 0 else 8}
+        contract = pl_module.contract
+        sizes = {"16x1": 1, "4x4": 4}
+        if contract.data_parallel_size > 1:
+            sizes["uneven"] = 1 if contract.data_parallel_rank == 0 else 8
         for aggregation in AGGREGATIONS:
             for cut, size in sizes.items():
                 self.measured[f"{aggregation}, {cut}"] = loss_and_norm(pl_module, batch["rollout"], aggregation, size)

@@ -52,7 +52,9 @@ STAGES = {"pipeline_parallel_size": 2, "process_group_backend": "cpu:gloo"}
 
 LAYOUTS: dict[str, Layout] = {
     "data parallel, distributed optimizer": Layout(),
-    "data parallel, plain optimizer": Layout(options={"use_distributed_optimizer": False}),
+    "data parallel, plain optimizer": Layout(
+        options={"use_distributed_optimizer": False}, scenarios=[*FEWER, "sft_accumulated", "infinite_gradient"]
+    ),
     "tensor parallel": Layout(options={"tensor_parallel_size": 2}),
     "sequence parallel": Layout(options={"tensor_parallel_size": 2, "sequence_parallel": True}, scenarios=FEWER),
     "pipeline parallel": Layout(options=STAGES),
@@ -63,14 +65,15 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def profiles(bench: Bench) -> None:
-    """Traces of the second step of PPO and of SFT on the second rank, in folders of their names."""
+def profiles(bench: Bench) -> str:
+    """Where traces of the second step of PPO and of SFT on the second rank are, in folders of their names."""
     data = {"ppo": bench.folder / "prompts.jsonl", "sft": bench.folder / "chats.jsonl"}
     for task, file in data.items():
         folder = bench.folder / "profiles" / task
         profiler = ProfilerCallback(steps=[2], ranks=[1], folder=str(folder))
         strategy = MegatronStrategy(**bench.options)
         train(task, folder, bench.folder / "model", file, profiler, strategy=strategy, devices=bench.devices)
+    return str(bench.folder / "profiles")
 
 
 def resume(bench: Bench) -> dict[str, Any]:
@@ -97,7 +100,7 @@ MORE: dict[str, tuple[Layout, Callable[[Bench], Any]]] = {
     "resume, expert parallel": (LAYOUTS["expert parallel"], resume),
     "gather experts": (LAYOUTS["expert parallel"], gather_experts),
 }
-"""What runs after the scenarios, in this order: the last goes on from what the one before it saved."""
+"""What else runs in a layout; the last goes on from what the one before it saved."""
 
 
 def write_kinds(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks of SFT under Megatron, for `run_checks.py`: what runs leave behind, and what they start from."""
+"""Checks of SFT under Megatron, for `checks.py`: what runs leave behind, and what they start from."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.runs import make_chats, make_sft, make_trainer
 from tests.strategies.conformance import Bench
+from tests.tolerances import assert_near
 from verl_lightning.models.fingerprint import base_fingerprint
 
 pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
@@ -47,7 +48,7 @@ def test_a_resumed_run_trains_with_its_own_settings(tensor_parallel, distributed
 def test_a_checkpoint_goes_on_in_another_layout(tensor_parallel, pipeline_parallel):
     """From two ranks that share layers to two stages, with the optimizer's state."""
     whole = tensor_parallel["resume"]["whole"]["weights"]
-    assert_close(pipeline_parallel["reshard"]["weights"], whole, rtol=1e-4, atol=1e-6)
+    assert_near(pipeline_parallel["reshard"]["weights"], whole)
 
 
 def test_a_run_on_stages_is_resumed_to_the_last_bit(pipeline_parallel):
@@ -89,10 +90,10 @@ def test_exported_folders_hold_the_weights(folder, tensor_parallel):
 
 
 def test_the_adapter_folder_and_the_merged_weights_are_one_model(folder, tensor_parallel):
-    merged = PeftModel.from_pretrained(read_base(folder), folder / "adapter" / "last").merge_and_unload()
     trained = tensor_parallel["lora"]["weights"]
+    merged = PeftModel.from_pretrained(read_base(folder), folder / "adapter" / "last").merge_and_unload()
     for name, weight in merged.named_parameters():
-        assert_close(trained[f"actor.{name}"], weight)
+        assert_near(trained[f"actor.{name}"], weight.detach())
     moved = trained["actor.model.layers.0.self_attn.q_proj.weight"]
     assert not torch.equal(moved, read_base(folder).model.layers[0].self_attn.q_proj.weight)
 
@@ -128,7 +129,7 @@ def test_validation_alone_sees_the_right_weights(folder, tensor_parallel, pipeli
     module = make_sft(folder / "model", actor=bench.model())
     (metrics,) = make_trainer(folder).validate(module, datamodule=make_chats(chats, chats), verbose=False)
     for results in (tensor_parallel, pipeline_parallel):
-        assert results["validate"] == pytest.approx([metrics["val/loss"]] * 2, rel=1e-5)
+        assert results["validate"] == pytest.approx([metrics["val/loss"]] * 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,8 +142,7 @@ def test_weights_come_back_to_the_last_bit(conversions, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_transformers(conversions, kind):
     for name in ("log_probs", "entropy"):
-        ours, theirs = conversions[kind][name]
-        assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert_near(*conversions[kind][name], rel=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)

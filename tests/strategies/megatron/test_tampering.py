@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
 @pytest.fixture
 def checkpoint(folder: Path, tensor_parallel: Any, tmp_path: Path) -> Path:
     """A copy of what two ranks have written."""
+    assert tensor_parallel["resume"]
     return Path(shutil.copytree(folder / "half" / "step=1.ckpt", tmp_path / "copy.ckpt"))
 
 

@@ -1,4 +1,4 @@
-"""Longer runs for `run_checks.py`, which `auto` repeats: that they learn, and that SFT keeps Lightning's features."""
+"""Longer runs for `checks.py`, which `auto` repeats: that they learn, and that SFT keeps Lightning's features."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""Takes tiny models from Hugging Face to Megatron and back in one process, and saves what became of them.
-
-``python tests/strategies/megatron/run_conversions.py --folder work --out results.pt``, from the root of the repository.
-"""
+"""Takes tiny models from Hugging Face to Megatron and back in one process, and saves what became of them."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,8 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.strategies.megatron.cpu import pretend_cuda
 from verl_lightning.models.config import ModelConfig
@@ -120,15 +113,10 @@ class Kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def convert_all(folder: Path) -> None:
     """Converts each kind, tied and untied, by each bridge; takes checkpoints apart; dies while it replaces one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="for the models")
-    parser.add_argument("--out", type=Path, required=True, help="file for the results")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
     pretend_cuda()
-    store = f"file://{arguments.folder / 'store'}"
+    store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     start_model_parallel(ParallelSizes(), seed=0, timeout=timedelta(seconds=100))
     strategies: dict[str, MegatronStrategy] = {name: MegatronStrategy(bridge=name) for name in BRIDGES}
@@ -137,16 +125,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     for kind in KINDS:
         for tied in (True, False):
-            path = write_model(arguments.folder, kind, tied=tied)
+            path = write_model(folder, kind, tied=tied)
             for name, strategy in strategies.items():
                 results[f"{path.name} by {name}"] = convert(path, strategy)
         head: Head = "value" if kind == "qwen2" else "policy"
-        results[f"{kind} apart"] = take_apart(path, strategies["megatron_bridge"], head, arguments.folder / kind)
-    results["killed"] = str(arguments.folder / "llama")
-    torch.save(results, arguments.out)
+        results[f"{kind} apart"] = take_apart(path, strategies["megatron_bridge"], head, folder / kind)
+    results["killed"] = str(folder / "llama")
+    torch.save(results, folder / "results.pt")
     model = cast(MegatronScorer, strategy.make_model(ModelConfig(path=str(path)), "policy", trainable=True))
-    save_folder({"kill": Kill()}, arguments.folder / "llama", roles={"actor": model}, optimizers=[], is_writer=True)
-
-
-if __name__ == "__main__":
-    main()
+    save_folder({"kill": Kill()}, folder / "llama", roles={"actor": model}, optimizers=[], is_writer=True)

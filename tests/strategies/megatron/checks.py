@@ -1,16 +1,8 @@
-"""Runs several checks of Megatron in one launch of two processes and saves what they returned.
-
-``python tests/strategies/megatron/run_checks.py --options '{}' --folder inputs --out results.pt CHECK...``, from the
-root of the repository; Lightning starts the second process.
-"""
+"""Checks of Megatron on two ranks, for `ranks.run_check`: what each returns, tests look at."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 from tests.runs import Recorder, make_chats, make_prompts, make_rollout, make_sft, make_trainer
 from tests.strategies.conformance import Bench
-from tests.strategies.megatron.cpu import pretend_cuda
 from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 from tests.strategies.megatron.sft_checks import (
     adapters_resharded,
@@ -282,28 +271,3 @@ CHECKS: dict[str, Check] = {
         *(learn, replicas_features, switched, tampered),
     )
 }
-
-
-def main() -> None:
-    """Runs the checks; rank 0 saves what they returned."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checks", nargs="+", choices=list(CHECKS))
-    parser.add_argument("--options", type=json.loads, default={}, help="of the strategy, as JSON")
-    parser.add_argument("--devices", type=int, default=2, help="processes")
-    parser.add_argument("--folder", type=Path, required=True, help="model and data, by `conformance.write_inputs`")
-    parser.add_argument("--out", type=Path, required=True, help="file for the results")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    pretend_cuda()
-    options = {"timeout": 600.0} | arguments.options
-    bench = Bench(strategy="megatron", devices=arguments.devices, folder=arguments.folder, options=options)
-    results = {}
-    for name in arguments.checks:
-        seed_everything(0, verbose=False)
-        results[name] = CHECKS[name](bench)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        torch.save(results, arguments.out)
-
-
-if __name__ == "__main__":
-    main()
