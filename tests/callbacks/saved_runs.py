@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from tests.processes import on_ranks
 from tests.runs import make_chats, make_model_config, make_sft, make_trainer
-from tests.tiny import ROOT
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.strategies import STRATEGIES
@@ -74,13 +71,6 @@ def save_run(model: Path, chats: Path, folder: Path, kind: Kind, strategy: str) 
     return SavedRun(folder=folder, kind=kind)
 
 
-def save_run_elsewhere(model: Path, chats: Path, folder: Path, kind: Kind, strategy: str) -> SavedRun:
-    """The same from a process that may not fork, such as one in which vLLM runs."""
-    words = [str(word) for word in (model, chats, folder, kind, strategy)]
-    subprocess.run([sys.executable, "-m", "tests.callbacks.saved_runs", *words], check=True, cwd=ROOT)
-    return SavedRun(folder=folder, kind=kind)
-
-
 def logits_with(model: torch.nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """What a transformers model says with these weights."""
     missing = model.load_state_dict(weights, strict=False).missing_keys
@@ -88,8 +78,3 @@ def logits_with(model: torch.nn.Module, weights: dict[str, Tensor], tokens: Tens
     with torch.no_grad():
         logits: Tensor = model.eval()(tokens).logits
     return logits
-
-
-if __name__ == "__main__":
-    model_folder, chat_path, out, run_kind, name = sys.argv[1:]
-    save_run(Path(model_folder), Path(chat_path), Path(out), run_kind, name)  # type: ignore[arg-type]

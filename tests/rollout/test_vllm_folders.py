@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.callbacks.saved_runs import LORA, RANKS, save_run_elsewhere
+from tests.callbacks.saved_runs import LORA, RANKS, save_run
 from tests.rollout.vllm_parts import write_sharp_folder
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
@@ -29,7 +29,7 @@ def base(tmp_path_factory):
 def runs(tmp_path_factory, base, chat_file):
     """What each strategy saved, of both kinds."""
     return {
-        (saver, kind): save_run_elsewhere(base, chat_file, tmp_path_factory.mktemp(f"{saver}-{kind}"), kind, saver)
+        (saver, kind): save_run(base, chat_file, tmp_path_factory.mktemp(f"{saver}-{kind}"), kind, saver)
         for saver in RANKS
         for kind in ("full", "lora")
     }
