@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import wait_until
 from verl_lightning.ray.cluster import PlacementError
 from verl_lightning.rewards import RewardSample
 from verl_lightning.rewards.pool import RewardConfig, RewardPool, make_pool
@@ -82,8 +83,7 @@ def test_processes_that_rewards_started_end_with_their_actor(joined_cluster, tmp
     pool.stop()
 
     assert len(started) == 4
-    psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
-    assert not any(psutil.pid_exists(pid) for pid in started)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in started))
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.processes import wait_until
 
 PARENT = """
 import os, signal, sys
@@ -48,13 +48,6 @@ def start_parent_with_stuck_workers(folder: Path) -> tuple[subprocess.Popen[str]
 
 def read_pids(file: Path) -> list[int]:
     return [int(pid) for pid in file.read_text().split()]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
@@ -103,13 +96,14 @@ def test_processes_that_rewards_started_end_with_the_run(tmp_path, end):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a supervisor what its descendants leave behind")
 @pytest.mark.parametrize("end", ["spin", "end", "kill_the_supervisor"])
-def test_processes_of_a_lost_worker_end_with_it(tmp_path, make_sample, start_pool, end):
-    pool = start_pool(f"reward_functions.py:start_processes_and_{end}", timeout=0.5, max_error_share=1.0)
+def test_processes_of_a_lost_worker_end_with_it(tmp_path, make_sample, start_pool, set_clock, end):
+    pool, pids = start_pool(f"reward_functions.py:start_processes_and_{end}", max_error_share=1.0), tmp_path / "pids"
+    set_clock(lambda: 1000.0 if pids.exists() and pids.read_text().count("\n") == 4 else 0.0)
 
-    results = pool.score([make_sample(str(tmp_path / "pids"))])
+    results = pool.score([make_sample(str(pids))])
 
     assert results.rewards == [None]
-    started = read_pids(tmp_path / "pids")
+    started = read_pids(pids)
     assert len(started) == 4
     assert not any(is_running(pid) for pid in started)
 

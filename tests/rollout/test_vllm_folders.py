@@ -15,7 +15,7 @@ from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights, value_head_weights
 from verl_lightning.rollout.vllm import CPU_CACHE_BYTES, import_vllm
 
-pytestmark = [pytest.mark.backend, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.backend, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 QUESTIONS = ["sort 4231", "sort 1", "3 and 12"]
 MAX_TOKENS = 12
 

@@ -23,7 +23,6 @@ from verl_lightning.rollout.vllm_config import BesideConfig
 pytestmark = [
     pytest.mark.backend,
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # starts vLLM several times
     pytest.mark.filterwarnings("ignore"),
 ]
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0)

@@ -18,7 +18,6 @@ from verl_lightning.strategies import STRATEGIES
 pytestmark = [
     pytest.mark.backend,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),  # vLLM warns of many things
 ]
 

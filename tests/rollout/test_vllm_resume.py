@@ -14,7 +14,6 @@ from verl_lightning.rollout.base import SamplingConfig
 pytestmark = [
     pytest.mark.backend,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),  # vLLM warns of many things
 ]
 

@@ -14,7 +14,7 @@ from tests.strategies.conformance import Bench
 from tests.tolerances import assert_near
 from verl_lightning.models.fingerprint import base_fingerprint
 
-pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.backend
 
 MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 BRIDGES = ("megatron_bridge", "mbridge")

@@ -16,7 +16,7 @@ from tests.strategies.megatron.layouts import LAYOUTS, write_kinds
 from tests.strategies.megatron.ranks import Runs, launch, run_layout, run_more
 from tests.strategies.test_conformance import compare_numbers, compare_weights, numbers_of
 
-pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.backend
 
 PAIRS = [(name, scenario) for name, layout in LAYOUTS.items() for scenario in layout.scenarios]
 

@@ -36,7 +36,6 @@ from verl_lightning.strategies.megatron.portable import read_portable
 
 pytestmark = [
     pytest.mark.backend,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # without the callback that saves
 ]

@@ -10,7 +10,6 @@ from tests.examples.shipped import launch, shipped_files
 
 
 @pytest.mark.backend
-@pytest.mark.timeout(900)
 def test_every_shipped_file_takes_a_step(tmp_path):
     results = launch("megatron", 2, tmp_path)
 

@@ -24,7 +24,7 @@ from verl_lightning.strategies.sealed_files import check_sealed
 from verl_lightning.strategies.sharded_io import CheckedReader, failures_told
 from verl_lightning.strategies.sharded_metadata import CRC_FIELD, read_metadata
 
-pytestmark = [pytest.mark.backend, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.backend
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from tests.strategies.megatron.training_checks import STEPS, learn, sft_features
 
 pytestmark = [
     pytest.mark.backend,
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # without the callback that saves
 ]
 
