@@ -10,6 +10,7 @@ from tests.examples.shipped import launch, shipped_files
 
 
 @pytest.mark.backend
+@pytest.mark.filterwarnings("default")  # or those that Megatron gives would be errors on the ranks
 def test_every_shipped_file_takes_a_step(tmp_path):
     results = launch("megatron", 2, tmp_path)
 
