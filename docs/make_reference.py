@@ -22,10 +22,10 @@ from jsonargparse import set_parsing_settings
 from verl_lightning import callbacks, data, modules
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.cli import shipped_configs
-from verl_lightning.cli_parser import class_parser
+from verl_lightning.cli.lightning_cli import CLI
+from verl_lightning.cli.parser import class_parser
 from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.launch.options import LaunchOptions
-from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.strategies import STRATEGIES
 

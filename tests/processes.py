@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-PRELOADED = ["pytest", "transformers", "verl_lightning.lightning_cli", "tests.runs", "tests.processes"]
+PRELOADED = ["pytest", "transformers", "verl_lightning.cli.lightning_cli", "tests.runs", "tests.processes"]
 VERL_FIT = str(Path(sys.executable).with_name("verl-fit"))
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOADED)

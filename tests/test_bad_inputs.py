@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from tests.runs import make_settings
 from tests.tiny import tiny_model, tiny_tokenizer
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from verl_lightning.deprecation import Renamed, renamed_classes, renamed_text
+from verl_lightning.cli.deprecation import Renamed, renamed_classes, renamed_text
 
 MESSAGE = "`{}` is `New` since version 0.2, and will be gone in 0.4. Use `New`."
 

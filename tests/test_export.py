@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from tests.runs import REWARDS
 from tests.tiny import write_tiny_folder
 from tests.tolerances import assert_near
-from verl_lightning.export import main
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.export import main
+from verl_lightning.cli.lightning_cli import CLI
 
 LENGTHS = {"max_prompt_length": 32, "val_batch_size": 4}
 TOKENS = torch.arange(12).view(2, 6)

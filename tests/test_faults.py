@@ -20,8 +20,8 @@ from typing_extensions import override
 from tests.processes import run_verl_fit, start_ranks
 from tests.runs import make_reward, make_settings
 from verl_lightning.cli import show_error
+from verl_lightning.cli.deprecation import find_renamed
 from verl_lightning.data.files import read_rows
-from verl_lightning.deprecation import find_renamed
 from verl_lightning.metrics import Metric
 from verl_lightning.rewards.pool import RewardPool
 from verl_lightning.rollout.dispatcher import Dispatcher

@@ -13,17 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
-FACTS = {"deprecation", "faults", "needs", "processes", "types", "metrics", "ranges", "run_folders", "seeding"}
-CLI = {
-    *("launch", "cli", "cli_errors", "cli_parser", "doctor", "lightning_cli", "loggers", "export", "migrate"),
-    *("preflight", "strict_yaml"),
-}
+FACTS = {"faults", "needs", "processes", "types", "metrics", "ranges", "run_folders", "seeding"}
+CLI = {"cli", "launch", "loggers", "migrate"}
 BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
     "compat": set(),
     "functional": {"compat"},
     "algorithms": BASE,
-    "deprecation": set(),
     "faults": set(),
     "needs": set(),
     "types": set(),
@@ -41,24 +37,9 @@ ALLOWED = {
     "telemetry": BASE | {"models", "strategies"},
     "modules": BASE | {"algorithms", "models", "rewards", "rollout", "strategies", "telemetry"},
     "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "telemetry", "modules"},
-    **{
-        name: BASE
-        | {
-            "algorithms",
-            "data",
-            "models",
-            "rewards",
-            "rollout",
-            "strategies",
-            "telemetry",
-            "modules",
-            "callbacks",
-            "ray",
-        }
-        | CLI
-        for name in CLI
-    },
 }
+BELOW_CLI = BASE | ALLOWED.keys()
+ALLOWED |= dict.fromkeys(CLI, BELOW_CLI | CLI)
 HEAVY = {"vllm", "megatron", "ray", "wandb", "peft", "flash_attn", "liger_kernel", "mbridge"}
 
 

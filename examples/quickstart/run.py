@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 # To import Lightning takes longer than to train here: it is imported once, and each command runs in a fork.
 CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 if sys.platform != "win32":
-    CONTEXT.set_forkserver_preload(["verl_lightning.lightning_cli"])
+    CONTEXT.set_forkserver_preload(["verl_lightning.cli.lightning_cli"])
 
 
 def train(workdir: Path, *, seed: int, steps: int) -> None:

@@ -17,7 +17,7 @@ from tests.runs import make_model_config, make_ppo, make_prompts, make_rollout, 
 from tests.tolerances import assert_near
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
-from verl_lightning.export import export
+from verl_lightning.cli.export import export
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies import STRATEGIES

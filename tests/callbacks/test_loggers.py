@@ -18,7 +18,7 @@ from tests.resume.experiment import read_metrics
 from tests.runs import make_trainer
 from verl_lightning.callbacks import ResumeWandb
 from verl_lightning.callbacks.resume_wandb import saved_callback_state
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 VERL_NAMES = {
     *(

@@ -20,7 +20,7 @@ from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, ma
 from tests.tiny import tiny_model, tiny_tokenizer, write_tiny_folder
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
-from verl_lightning.export import export
+from verl_lightning.cli.export import export
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.scorer import TokenScorer, build_scorer
 from verl_lightning.models.streaming import build_hollow, stream_scorer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.toy import BASE, ParsedCLI
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_lightning.cli import main
-from verl_lightning.doctor import examine_devices, examine_megatron, examine_package
+from verl_lightning.cli.doctor import examine_devices, examine_megatron, examine_package
 
 
 @pytest.fixture

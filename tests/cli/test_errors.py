@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from verl_lightning.cli_errors import did_you_mean, read_failure
+from verl_lightning.cli.errors import did_you_mean, read_failure
 
 FLAGS = [
     ("--trainer.max_step 3", "`trainer.max_step` is not a setting of `verl-fit`. Did you mean `trainer.max_steps`?"),

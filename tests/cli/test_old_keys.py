@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from verl_lightning import deprecation
-from verl_lightning.deprecation import OldKeyError, renamed_flags, renamed_settings
+from verl_lightning.cli import deprecation
+from verl_lightning.cli.deprecation import OldKeyError, renamed_flags, renamed_settings
 
 
 @pytest.fixture(autouse=True)

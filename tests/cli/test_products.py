@@ -12,10 +12,10 @@ from tests.cli.toy import ParsedCLI
 from tests.runs import make_settings
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.cli import shipped_configs
-from verl_lightning.cli_parser import class_parser
+from verl_lightning.cli.lightning_cli import CLI
+from verl_lightning.cli.parser import class_parser
 from verl_lightning.compat.jsonargparse import actions_of
 from verl_lightning.data import ChatDataModule, PromptDataModule
-from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import read_rows
 from verl_lightning.modules import PPOModule, SFTModule
 from verl_lightning.strategies import STRATEGIES

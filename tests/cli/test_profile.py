@@ -6,7 +6,7 @@ import pytest
 
 from tests.resume.attempt import write_settings
 from verl_lightning.callbacks import ProfilerCallback, RolloutCallback, StepRange
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 
 @pytest.mark.parametrize(

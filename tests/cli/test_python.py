@@ -8,7 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Timer
 
 from tests.cli.toy import BASE, ToyData, ToyModule, ToyRollout
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 from verl_lightning.strategies import DDPStrategy
 
 SETTINGS = yaml.safe_load(BASE)

@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 from tests.cli.toy import ParsedCLI
-from verl_lightning import deprecation
-from verl_lightning.deprecation import RenamedOption
+from verl_lightning.cli import deprecation
+from verl_lightning.cli.deprecation import RenamedOption
 
 KEYS = {"old": "model.*.slowness", "new": "model.*.lr", "since": "0.2", "gone_in": "0.4"}
 MESSAGE = "`model.optim.slowness` is `model.optim.lr` since version 0.2, and will be gone in 0.4. Use `model.optim.lr`."

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.modules.test_run_lock import held
 from verl_lightning.cli import show_error
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 from verl_lightning.loggers import rows_before
 from verl_lightning.modules.run_lock import FolderInUseError
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from verl_lightning.callbacks import RolloutCallback
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 BASE = """
 trainer: {max_steps: 3, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}

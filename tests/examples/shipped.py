@@ -11,7 +11,7 @@ from typing_extensions import override
 from tests.processes import on_ranks
 from tests.runs import REWARDS, Recorder
 from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 ROOT = Path(__file__).parents[2]
 BASES = {"ppo": "configs/ppo.yaml", "sft": "configs/sft.yaml"}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import load_script
 from verl_lightning.cli import find_config
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gsm8k"
 

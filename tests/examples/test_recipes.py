@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import Recorder
 from tests.tiny import quickstart
-from verl_lightning.lightning_cli import CLI
+from verl_lightning.cli.lightning_cli import CLI
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.stem for path in (EXAMPLES / "recipes").glob("*.yaml"))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tests.runs import Recorder, make_chats, make_model_config, make_sft, make_trainer
 from verl_lightning.callbacks import HFCheckpoint
-from verl_lightning.export import export
+from verl_lightning.cli.export import export
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.strategies import STRATEGIES, MegatronStrategy
 

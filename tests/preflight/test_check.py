@@ -12,8 +12,8 @@ import yaml
 from tests.cli.toy import ParsedCLI
 from tests.runs import make_settings
 from verl_lightning.cli import normalize_arguments
+from verl_lightning.cli.preflight import check_settings
 from verl_lightning.needs import has_certainly_no_gpu
-from verl_lightning.preflight import check_settings
 
 
 @pytest.fixture(autouse=True)

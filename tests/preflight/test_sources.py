@@ -15,13 +15,13 @@ from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.cli import shipped_configs
-from verl_lightning.cli_parser import class_keys, subclasses
+from verl_lightning.cli.lightning_cli import CALLBACK_SLOTS, SaveConfig
+from verl_lightning.cli.parser import class_keys, subclasses
+from verl_lightning.cli.preflight.groups import CHOICES, STRATEGIES, dotted, root_options
+from verl_lightning.cli.preflight.reading import Reading
+from verl_lightning.cli.preflight.sources import ClassSource, classes_of, find_class, named_class
+from verl_lightning.cli.preflight.words import read_settings
 from verl_lightning.compat.jsonargparse import actions_of
-from verl_lightning.lightning_cli import CALLBACK_SLOTS, SaveConfig
-from verl_lightning.preflight.groups import CHOICES, STRATEGIES, dotted, root_options
-from verl_lightning.preflight.reading import Reading
-from verl_lightning.preflight.sources import ClassSource, classes_of, find_class, named_class
-from verl_lightning.preflight.words import read_settings
 from verl_lightning.rollout.turns import Environment
 from verl_lightning.strategies import STRATEGIES as REAL_STRATEGIES
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from tests.processes import on_ranks
 from tests.runs import make_chats, make_sft, make_trainer
 from tests.strategies.tampering import flip, flips, saved
-from verl_lightning.export import main as export
+from verl_lightning.cli.export import main as export
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.strategies import FSDPStrategy, checkpoints
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from verl_lightning.cli import normalize_arguments
+from verl_lightning.cli.arguments import normalize_arguments
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rewards.pool import RewardConfig
 

@@ -11,11 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
+from verl_lightning.cli.lightning_cli import CLI
 from verl_lightning.faults import is_meant_for_user
 from verl_lightning.launch.board import Place
 from verl_lightning.launch.reporter import NodeLeavingError, Reporter, newest_checkpoint
 from verl_lightning.launch.task import Task
-from verl_lightning.lightning_cli import CLI
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.preemption import Preempted
 from verl_lightning.processes.exit_codes import Ending, ExitCode

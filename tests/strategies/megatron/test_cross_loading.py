@@ -27,7 +27,7 @@ from tests.strategies.megatron.ranks import Runs
 from tests.strategies.megatron.sft_checks import scored_batch
 from tests.tolerances import assert_near
 from verl_lightning.algorithms.advantages.gae import GAE
-from verl_lightning.export import main as export
+from verl_lightning.cli.export import main as export
 from verl_lightning.models.digests import DIGESTS_FILE
 from verl_lightning.models.hf_folder import PARTIAL_SUFFIX
 from verl_lightning.modules.ppo_config import CriticConfig

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, get_loader
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
-from verl_lightning.deprecation import renamed_value
+from verl_lightning.cli.deprecation import renamed_value
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import write_digests
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen

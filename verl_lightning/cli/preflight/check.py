@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_lightning.preflight.machine import obstacles
-from verl_lightning.preflight.reading import Reading
-from verl_lightning.preflight.words import read_settings
+from verl_lightning.cli.preflight.machine import obstacles
+from verl_lightning.cli.preflight.reading import Reading
+from verl_lightning.cli.preflight.words import read_settings
 
 
 def check_settings(words: Sequence[str]) -> None:

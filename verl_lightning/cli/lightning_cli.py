@@ -26,12 +26,12 @@ from typing_extensions import override
 import verl_lightning.data
 import verl_lightning.modules  # so that YAML files can name their classes without a module
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
-from verl_lightning.cli import SUBCOMMANDS, normalize_arguments
-from verl_lightning.cli_errors import did_you_mean
-from verl_lightning.cli_parser import Parser, class_parser
+from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments
+from verl_lightning.cli.deprecation import renamed_flags, renamed_settings
+from verl_lightning.cli.errors import did_you_mean
+from verl_lightning.cli.parser import Parser, class_parser
 from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
 from verl_lightning.compat.lightning_cli import OpenCLI
-from verl_lightning.deprecation import renamed_flags, renamed_settings
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.modules.base import PostTrainingModule

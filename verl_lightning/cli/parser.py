@@ -21,12 +21,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from verl_lightning.cli import about_stray
-from verl_lightning.cli_errors import describe, did_you_mean, read_failure, readable_type
+from verl_lightning.cli.arguments import about_stray
+from verl_lightning.cli.deprecation import OldKeyError, renamed_settings, renamed_text
+from verl_lightning.cli.errors import describe, did_you_mean, read_failure, readable_type
+from verl_lightning.cli.strict_yaml import DuplicateKeyError, StrictLoader
 from verl_lightning.compat.jsonargparse import actions_of, type_of
-from verl_lightning.deprecation import OldKeyError, renamed_settings, renamed_text
 from verl_lightning.processes.messages import say_once
-from verl_lightning.strict_yaml import DuplicateKeyError, StrictLoader
 
 YAML_PLACE = re.compile(r"Problems parsing config: (?:.*\n)*(?P<problem>.+)\n\s+in .*, line (?P<line>\d+), column \d+")
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lightning.cli_errors import Failure, describe
-from verl_lightning.deprecation import find_renamed
-from verl_lightning.preflight.groups import LIGHTNING, dotted, dotted_of_choices, root_options
-from verl_lightning.preflight.option_types import OptionType
-from verl_lightning.preflight.sources import PACKAGE, ClassSource, classes_of, find_class, named_class, subclasses
-from verl_lightning.preflight.words import Setting
+from verl_lightning.cli.deprecation import find_renamed
+from verl_lightning.cli.errors import Failure, describe
+from verl_lightning.cli.preflight.groups import LIGHTNING, dotted, dotted_of_choices, root_options
+from verl_lightning.cli.preflight.option_types import OptionType
+from verl_lightning.cli.preflight.sources import PACKAGE, ClassSource, classes_of, find_class, named_class, subclasses
+from verl_lightning.cli.preflight.words import Setting
 
 FILES = (".yaml", ".yml", ".json")
 

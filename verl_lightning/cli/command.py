@@ -1,33 +1,21 @@
-"""The ``verl-fit`` command: what the words on the command line mean, before Lightning and torch are imported."""
+"""The ``verl-fit`` command, and how it tells what went wrong."""
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.resources import files
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from verl_lightning import __version__
-from verl_lightning.faults import NO_PREDICT, cause_for_user, is_of_collective
+from verl_lightning.cli.arguments import normalize_arguments, shipped_configs
+from verl_lightning.faults import cause_for_user, is_of_collective
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.messages import has_another_failed, say_once
 from verl_lightning.processes.signals import EndSoon, listen
-
-SUBCOMMANDS = ("fit", "validate", "test")
-"""What `verl-fit` can do; the first is meant when none is given."""
-
-HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
-"""A setting as other tools take it, without dashes."""
-
-OTHER_SUBCOMMANDS = ("ray", "migrate", "doctor")
-"""Those that are answered without Lightning's CLI."""
 
 HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
@@ -92,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             fail(str(error))
         raise SystemExit(0)
     if argv[0] == "doctor":
-        from verl_lightning.doctor import main as examine  # late: it reads torch
+        from verl_lightning.cli.doctor import main as examine  # late: it reads torch
 
         try:
             examine(argv[1:])
@@ -104,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = normalize_arguments(argv)
         # Else nothing would be gained, and classes that no setting names may have been imported.
         if "lightning.pytorch" not in sys.modules:
-            from verl_lightning.preflight import check_settings  # late: the answers above do without
+            from verl_lightning.cli.preflight import check_settings  # late: the answers above do without
 
             check_settings(arguments)
     except (FileNotFoundError, ValueError) as error:
@@ -127,7 +115,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: With an exit code that tells how it ended, unless that is 0.
     """
-    from verl_lightning.lightning_cli import CLI  # late: other subcommands need neither torch nor Lightning
+    from verl_lightning.cli.lightning_cli import CLI  # late: other subcommands need neither torch nor Lightning
 
     try:
         cli = CLI(arguments)
@@ -146,91 +134,6 @@ def run(arguments: Sequence[str]) -> None:
     if ending.code and cli.trainer.is_global_zero:  # launchers make a failure of what other ranks say
         say_once(f"verl-fit: {ending.words} (exit code {ending.code:d}).\n")
         raise SystemExit(ending.code)
-
-
-def normalize_arguments(argv: Sequence[str]) -> list[str]:
-    """Rewrites the command line into the one order that LightningCLI reads as the user means it.
-
-    No subcommand means `fit`. `--config` files move to the front, so that flags win wherever they stand, and
-    `--strategy` becomes `--trainer.strategy`. Applying it twice changes nothing.
-
-    Args:
-        argv: Words after the program's name.
-
-    Raises:
-        FileNotFoundError: If a configuration is neither a file nor the name of a shipped one.
-        ValueError: If `--config` has no value, or the first word is neither a flag nor a subcommand.
-    """
-    named = bool(argv) and argv[0] in SUBCOMMANDS
-    command, rest = (argv[0], argv[1:]) if named else (SUBCOMMANDS[0], argv)
-    check_first_word(*rest[:1])
-    words = iter(rest)
-    configs: list[str] = []
-    flags: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in ("-c", "--config"):
-            configs += ["--config", str(find_config(value if equals else next(words, "")))]
-        elif name == "--strategy":
-            flags.append("--trainer.strategy" + equals + value)
-        else:
-            flags.append(word)
-    return [command, *configs, *flags]
-
-
-def check_first_word(word: str = "--") -> None:
-    """Refuses what stands where the first flag should.
-
-    Raises:
-        ValueError: If it is no flag.
-    """
-    if word.startswith("-"):
-        return
-    if HYDRA.fullmatch(word) or word in SUBCOMMANDS:
-        raise ValueError(about_stray(word))
-    if word.endswith((".yaml", ".yml")) or word in shipped_configs():
-        raise ValueError(f"say that `{word}` is a configuration: `--config {word}`.")
-    if word == "predict":
-        raise ValueError(NO_PREDICT)
-    raise ValueError(f"there is no subcommand `{word}`. Choose from {', '.join((*SUBCOMMANDS, *OTHER_SUBCOMMANDS))}.")
-
-
-def about_stray(word: str) -> str:
-    """What is wrong with a word that is neither a flag nor the value of one."""
-    if word in SUBCOMMANDS:
-        return f"the subcommand comes first: `verl-fit {word} ...`."
-    if match := HYDRA.fullmatch(word):
-        return f"settings begin with two dashes: `--{match['key']} {match['value']}` in the place of `{word}`."
-    return f"`{word}` stands where a setting should, such as `--trainer.max_steps 10`."
-
-
-def find_config(name: str) -> Path:
-    """The configuration file with this path, or else the shipped one of this name, with or without `.yaml`.
-
-    Raises:
-        FileNotFoundError: If there is neither.
-        ValueError: If `name` is empty or a flag.
-    """
-    if not name or name.startswith("-"):
-        raise ValueError(f"`--config` needs a YAML file or the name of a shipped configuration, got {name!r}.")
-    if Path(name).is_file():
-        return Path(name)
-    shipped = shipped_configs()
-    stem = name.removesuffix(".yaml")
-    if stem in shipped:
-        return shipped[stem]
-    neighbours = [str(path.with_suffix("")) for path in Path(name).parent.glob("*.yaml")]
-    close = difflib.get_close_matches(stem, [*neighbours, *shipped], n=1)
-    raise FileNotFoundError(
-        f"`--config {name}` is neither a file nor a shipped configuration ({', '.join(shipped) or 'there are none'})."
-        + (f" Did you mean `{close[0]}.yaml`?" if close else "")
-    )
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Configurations that come with the package: file by name, such as `grpo` or `recipes/dapo`."""
-    root = Path(str(files("verl_lightning.configs")))
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
 
 
 def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl_lightning.preflight.option_types import ANYTHING, OptionType
-from verl_lightning.preflight.sources import find_class, named_class, subclasses
+from verl_lightning.cli.preflight.option_types import ANYTHING, OptionType
+from verl_lightning.cli.preflight.sources import find_class, named_class, subclasses
 
 LIGHTNING = "lightning.pytorch"
 TRAINER = f"{LIGHTNING}.trainer.trainer.Trainer"
@@ -24,6 +24,9 @@ STRATEGIES = {
 }
 """Class by key, of what always has settings."""
 
+ALWAYS = {"preemption": "verl_lightning.modules.preemption.Preemption"}
+"""Class by key, of callbacks that every run has."""
+
 PARSERS_OWN = ("config", "help", "print_config", "seed_everything")
 
 
@@ -33,7 +36,7 @@ def root_options(command: str) -> Mapping[str, OptionType] | None:
     own = None if trainer is None else trainer.arguments(command)
     if trainer is None or own is None:
         return None
-    groups = {key: find_class(path) for key, path in STRATEGIES.items()}
+    groups = {key: find_class(path) for key, path in (STRATEGIES | ALWAYS).items()}
     bases = {key: find_class(path) for key, path in CHOICES.items()}
     return {
         **dict.fromkeys((*PARSERS_OWN, *own), ANYTHING),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_lightning.preflight.sources import ClassSource
+    from verl_lightning.cli.preflight.sources import ClassSource
 
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 

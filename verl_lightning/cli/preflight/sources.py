@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_lightning.preflight.option_types import ANYTHING, NULL, OptionType, join
+from verl_lightning.cli.preflight.option_types import ANYTHING, NULL, OptionType, join
 
 PACKAGE = "verl_lightning"
 CLASS = re.compile(r"^class (\w+)(?:\[.*?\])?(?:\(([^)]*)\))?:", re.MULTILINE)

@@ -3,6 +3,6 @@
 Only what is certain is told: what the real parser or the run would refuse too. All else is left to them.
 """
 
-from verl_lightning.preflight.check import check_settings
+from verl_lightning.cli.preflight.check import check_settings
 
 __all__ = ["check_settings"]

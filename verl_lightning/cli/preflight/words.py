@@ -10,8 +10,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import get_loader
 
-from verl_lightning.cli import HYDRA, about_stray
-from verl_lightning.strict_yaml import StrictLoader
+from verl_lightning.cli.arguments import HYDRA, about_stray
+from verl_lightning.cli.strict_yaml import StrictLoader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_lightning.cli_errors import did_you_mean
+from verl_lightning.cli.errors import did_you_mean
+from verl_lightning.cli.preflight.reading import Reading
 from verl_lightning.needs import (
     ADAPTER_WEIGHTS,
     broken_weights,
@@ -22,7 +23,6 @@ from verl_lightning.needs import (
     no_data,
     no_gpu,
 )
-from verl_lightning.preflight.reading import Reading
 from verl_lightning.rewards.loading import check_exists
 
 LOGGERS = {
