@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.endings.test_preemption import signal_at
 from tests.processes import run_verl_fit, start, start_ranks, wait_until
 from verl_lightning.processes import peers
+from verl_lightning.processes.messages import run_key
 
 pytestmark = [
     pytest.mark.slow,
@@ -125,3 +127,19 @@ def test_ports_of_one_machine_are_on_its_loopback_interface(tmp_path, settings_f
 )
 def test_others_say_how_a_process_has_ended(code, words):
     assert re.search(rf"^rank 3 \(process 17\) {words}", peers.describe_loss("rank 3", 17, code))
+
+
+def test_processes_that_torchrun_starts_again_are_another_run():
+    """Those that have died left their files."""
+    first = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+    assert run_key(first) == run_key(first | {"LOCAL_RANK": "1"})
+    assert run_key(first) != run_key(first | {"TORCHELASTIC_RESTART_COUNT": "1"})
+
+
+def test_a_process_that_joins_and_leaves_at_once_is_no_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / "rank_1"])  # it has left since
+    joined = peers.Peers(tmp_path / "run", "0")
+
+    assert joined.newcomers() == {}
+    joined.leave()

@@ -57,7 +57,8 @@ def said_in_run(environment: Mapping[str, str]) -> Path | None:
 def run_key(environment: Mapping[str, str]) -> str | None:
     """A name that only the processes of one run on this machine have; None if it has one, or no list of processes.
 
-    It tells what they have in common: who started them, when that began, and their port.
+    It tells what they have in common: who started them, when that began, their port, and how often `torchrun` has
+    started them again.
     """
     if "LOCAL_RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) == 1:
         return None
@@ -67,7 +68,8 @@ def run_key(environment: Mapping[str, str]) -> str | None:
     is_first = not is_launched and environment.get("LOCAL_RANK", "0") == "0"  # Lightning starts the others from it
     pid = os.getpid() if is_first else os.getppid()
     with suppress(OSError):
-        return f"{pid}-{began(pid)}-{environment.get('MASTER_PORT', '')}"
+        port, restarts = (environment.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        return f"{pid}-{began(pid)}-{port}-{restarts}"
     return None
 
 

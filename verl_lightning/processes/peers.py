@@ -68,8 +68,7 @@ class Peers:
     def _watch(self) -> None:
         poll, peers = select.poll(), dict[int, tuple[Path, int]]()
         while self._file.exists():
-            for file in self._newcomers():
-                pid, start = map(int, file.read_text().split()[:2])
+            for file, (pid, start) in self.newcomers().items():
                 descriptor = open_process(pid, start)
                 if descriptor is None:
                     self._lose(file, pid)
@@ -81,13 +80,17 @@ class Peers:
                 os.close(descriptor)
                 self._lose(*peers.pop(descriptor))
 
-    def _newcomers(self) -> list[Path]:
-        with suppress(FileNotFoundError):  # this process has left
-            found = [path for path in self._file.parent.glob("rank_*") if "." not in path.name]
-            new = [path for path in found if path.name not in self._seen]
-            self._seen |= {path.name for path in new}
-            return new
-        return []
+    def newcomers(self) -> dict[Path, tuple[int, int]]:
+        """Files that were not there before, each with a process id and when that began."""
+        found = {}
+        for file in self._file.parent.glob("rank_*"):
+            if "." in file.name or file.name in self._seen:
+                continue
+            with suppress(FileNotFoundError):  # it has left again
+                pid, start = map(int, file.read_text().split()[:2])
+                found[file] = pid, start
+                self._seen.add(file.name)
+        return found
 
     def _lose(self, file: Path, pid: int) -> None:
         """A process has ended: if it had not left, this one ends too."""
