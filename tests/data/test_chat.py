@@ -26,9 +26,12 @@ THINKING_TEMPLATE = (
 )
 TOOL_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if 'tool_calls' in m %}"
-    "{% for call in m['tool_calls'] %}{{ call['function']['name'] }}(){% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% for call in m['tool_calls'] %}"
+    "{{ call['function']['name'] }}({{ call['function'].get('arguments', '') }}){% endfor %}{% endif %}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 MARKED_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
@@ -139,6 +142,75 @@ def test_an_empty_thought_that_only_the_last_turn_has_does_not_disturb():
     texts = supervised_texts(chat("Hi", "Hello", "Bye", "Ciao"), template=THINKING_TEMPLATE)
 
     assert texts == ["Hello<|end|>", "<t></t>Ciao<|end|>"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("loss_mask", 0), ("weight", 0.0), ("train", False)])
+def test_a_turn_that_is_switched_off_is_not_supervised(key, value):
+    messages = chat("Hi", "Hello", "Bye", "Ciao")
+    messages[1][key] = value
+    messages[3][key] = 1 if key != "train" else True
+
+    assert supervised_texts(messages) == ["Ciao<|end|>"]
+    messages[3][key] = value
+    assert supervised_texts(messages, supervise="last") == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"weight": 0.5}, "Expected `weight` to be 0 or 1 .* in message 2 of 2 in row 1, got 0.5"),
+        ({"loss_mask": "no"}, "Expected `loss_mask` to be 0 or 1"),
+        ({"loss_mask": 0, "weight": 1}, "The switches of message 2 of 2 in row 1 disagree"),
+        ({"mask": 0}, "Nothing is known of `mask` in message 2 of 2 in row 1.*Take it out"),
+    ],
+)
+def test_refuses_switches_that_it_does_not_know(keys, complaint):
+    messages = chat("Hi", "Hello")
+    messages[1].update(keys)
+
+    with pytest.raises(ValueError, match=complaint):
+        supervised_texts(messages)
+
+
+def test_refuses_a_turn_without_an_end_token():
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template += PROMPT.replace("<|assistant|>", "assistant:")
+
+    with pytest.raises(ValueError, match=r"\(message 2 of 2\) in row 1 ends without a token that ends a response"):
+        supervised_texts(chat("Hi", "Hello"), template=template)
+
+
+def test_the_token_that_opens_the_next_message_ends_a_turn_that_nothing_closes():
+    template = tiny_tokenizer().chat_template.replace("<|end|>", "")
+
+    assert supervised_texts(chat("a", "b", "c", "d"), template=template) == ["b<|user|>", "d<|user|>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "lost"),
+    [
+        ([*chat("a", "b"), {"role": "tool", "content": "12"}, *chat("c", "d")], '"12"`, `content` in message 3 of 5'),
+        ([*chat("a"), {"role": "assistant", "tool_calls": [{"name": "f"}]}], '"f"`, the name of tool call 1'),
+        ([*chat("a"), {"role": "assistant", "content": "b", "reasoning_content": "hm"}], '"hm"`, `reasoning_content`'),
+    ],
+)  # fmt: skip
+def test_refuses_what_the_template_leaves_out(messages, lost):
+    template = tiny_tokenizer().chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
+    )
+
+    with pytest.raises(ValueError, match=f"The chat template leaves out `{lost}"):
+        supervised_texts(messages, template=template)
+
+
+def test_a_token_over_the_border_of_a_turn_is_split_there():
+    """As a model would say it: its turn begins after the prompt's last token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([":H"])
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+    template += PROMPT.replace("<|assistant|>", "assistant:")
+
+    assert supervised_texts(chat("Hi", "Hello"), template=template, tokenizer=tokenizer) == ["Hello<|end|>"]
 
 
 def test_a_thought_that_the_prompt_holds_is_not_supervised():

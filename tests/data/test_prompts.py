@@ -160,6 +160,22 @@ def test_refuses_a_column_of_another_kind_before_anything_is_sampled(tmp_path, c
         fit_once(make_data(file))
 
 
+def test_refuses_a_prompt_that_the_template_does_not_write(tmp_path):
+    thought = {"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
+    prompt = [{"role": "user", "content": "1"}, thought, {"role": "user", "content": "2"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("1", prompt=prompt)])
+
+    with pytest.raises(ValueError, match=r'leaves out `"f"`, the name of tool call 1 in message 2 of 3 in row 1 of'):
+        fit_once(make_data(file))
+
+
+def test_a_switch_of_a_message_means_nothing_in_a_prompt(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("1", prompt=[{"role": "user", "content": "1", "loss_mask": 0}])])
+
+    with pytest.raises(ValueError, match=r"`loss_mask` of message 1 of `prompt` in row 1 of .* means nothing"):
+        fit_once(make_data(file))
+
+
 def test_refuses_a_batch_that_the_ranks_cannot_share():
     data = make_data("a.jsonl", prompts_per_step=6, val_batch_size=4)
 

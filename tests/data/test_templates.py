@@ -4,7 +4,8 @@ import pytest
 
 from tests.tiny import tiny_tokenizer
 from verl_lightning.data.files import Row
-from verl_lightning.data.templates import ChatRenderer, clean_messages, parse_flag, parse_tools
+from verl_lightning.data.messages import clean_messages
+from verl_lightning.data.templates import ChatRenderer, parse_flag, parse_tools
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 TEMPLATE = (
@@ -21,15 +22,17 @@ def render(row, *, enable_thinking=None):
     return renderer.render([{"role": "user", "content": "a"}], add_generation_prompt=False)
 
 
-def test_none_that_arrow_adds_does_not_reach_the_template():
+def test_keys_of_a_message_without_a_value_are_none_but_arguments_stay():
     messages = [
         {"role": "user", "content": "a", "tool_calls": None},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]},
     ]
 
     assert clean_messages(messages, name="x") == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]},
     ]
 
 
@@ -39,6 +42,43 @@ def test_none_that_arrow_adds_does_not_reach_the_template():
 def test_refuses_what_is_not_a_list_of_messages(messages):
     with pytest.raises(ValueError, match=r"Expected a list of messages .* in `prompt` in row 1, got"):
         clean_messages(messages, name="`prompt` in row 1")
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content of the type `image_url` in message"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "image", "text": None}]}, "of the type `image` in"),
+        ({"content": {"a": 1}}, "Expected text, or a list of text parts, in message 1 of 1 of `messages` in row 1"),
+        ({"content": 3}, "got a number"),
+        ({"content": "a", "tool_calls": [{"function": {}}]}, "to have a function with a name in message 1 of 1"),
+        ({"content": "a", "tool_calls": {"name": "f"}}, "`tool_calls` to be a list in message 1 of 1"),
+        ({"content": "a", "tool_calls": [{"name": "f", "arguments": [1]}]}, "`arguments` of a tool call to be an"),
+        ({"content": "a", "tool_calls": [{"name": "f", "input": {}}]}, "Nothing is known of `input` in a tool call"),
+    ],
+)  # fmt: skip
+def test_refuses_by_name_what_is_no_text(message, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        clean_messages([{"role": "user", **message}], name="`messages` in row 1")
+
+
+def test_text_parts_become_one_text():
+    parts = [{"type": "text", "text": "a ", "image": None}, {"text": "b"}, "c"]
+
+    assert clean_messages([{"role": "user", "content": parts}], name="x") == [{"role": "user", "content": "a bc"}]
+
+
+@pytest.mark.parametrize("column", ["images", "mm_token_type_ids"])
+def test_refuses_a_row_with_images(column):
+    with pytest.raises(ValueError, match=rf"The column `{column}` in row 1 is not empty, but only text can be learnt"):
+        render({column: [{"bytes": ""}]})
+
+
+def test_half_a_character_is_refused_with_its_row():
+    renderer = ChatRenderer(tiny_tokenizer(), Row(values={}, name="row 5 of `f`"), enable_thinking=None)
+
+    with pytest.raises(ValueError, match=r"half a character, `\\ud83d`, in row 5 of `f`, after '.*abc'"):
+        renderer.render([{"role": "user", "content": "abc\ud83d"}], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +99,7 @@ def test_refuses_a_flag_that_is_neither_true_nor_false(value):
 @pytest.mark.parametrize(
     ("value", "tools"),
     [(None, None), ("", None), ("[]", None), ("null", None), ([], None), ('[{"a": null}]', [{"a": None}]),
-     ([{"a": 1, "b": None}], [{"a": 1}])],
+     ([{"a": 1, "b": None}], [{"a": 1, "b": None}])],
 )  # fmt: skip
 def test_tools_come_as_a_list_or_as_its_text(value, tools):
     assert parse_tools(value, name="x") == tools

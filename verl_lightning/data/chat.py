@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from verl_lightning.data.files import Row, fingerprint, read_rows
 from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.messages import clean_messages
 from verl_lightning.data.module import TokenizedDataModule
-from verl_lightning.data.spans import Span, Supervise, assistant_spans
-from verl_lightning.data.templates import ChatRenderer, clean_messages
+from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
+from verl_lightning.data.templates import ChatRenderer
 from verl_lightning.types import TokenBatch, with_lengths
 
 
@@ -203,17 +204,41 @@ def tokenize_chats(
             f"`{type(tokenizer).__name__}` can't tell where its tokens lie in the text, which the mask of the"
             " assistant's turns needs. Use a tokenizer with a `tokenizer.json` file."
         )
-    texts, spans = [], []
+    conversations = []
     for row in rows:
         renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking)
         messages = clean_messages(row.values["messages"], name=f"`messages` in {row.name}")
-        texts.append(renderer.render(messages, add_generation_prompt=False))
-        spans.append(assistant_spans(renderer, messages, texts[-1], supervise))
+        conversations.append(render_conversation(renderer, messages, supervise))
+    if thoughtless := sum(conversation.leaves_out_thoughts for conversation in conversations):
+        rank_zero_info(
+            f"The chat template leaves out what the assistant thought in earlier turns, which are not trained, of"
+            f" {thoughtless} of {len(rows)} rows."
+        )
+    texts = [conversation.text for conversation in conversations]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     return [
-        TokenizedChat(ids=ids, is_supervised=tokens_in_spans(offsets, row_spans))
-        for ids, offsets, row_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        _tokenized(conversation, tokenizer, ids, offsets)
+        for conversation, ids, offsets in zip(
+            conversations, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        )
     ]
+
+
+def _tokenized(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, ids: list[int], offsets: list[Span]
+) -> TokenizedChat:
+    borders = sorted({border for span in conversation.spans for border in span} - {0, len(conversation.text)})
+    if not any(begin < border < end for begin, end in offsets for border in borders):
+        return TokenizedChat(ids=ids, is_supervised=tokens_in_spans(offsets, conversation.spans))
+    # A token reaches over a turn's border, but a model begins its turn after the prompt's last token.
+    starts, ends = [0, *borders], [*borders, len(conversation.text)]
+    pieces = [conversation.text[start:end] for start, end in zip(starts, ends, strict=True)]
+    encoded = tokenizer(pieces, add_special_tokens=False)["input_ids"]
+    supervised = [any(first <= start < last for first, last in conversation.spans) for start in starts]
+    return TokenizedChat(
+        ids=[token for piece in encoded for token in piece],
+        is_supervised=[keep for piece, keep in zip(encoded, supervised, strict=True) for _ in piece],
+    )
 
 
 def tokens_in_spans(offsets: list[Span], spans: list[Span]) -> list[bool]:

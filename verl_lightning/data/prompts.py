@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from verl_lightning.data.files import Row, fingerprint, read_rows
 from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.messages import FLAG_KEYS, clean_messages
 from verl_lightning.data.module import TokenizedDataModule
-from verl_lightning.data.templates import ChatRenderer, clean_messages
+from verl_lightning.data.templates import ChatRenderer
 
 _MAX_SOURCES = 16  # of which rows are shown
 
@@ -147,12 +148,7 @@ class PromptDataModule(TokenizedDataModule):
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         found = read_rows(files, columns=("data_source", "prompt", "reward_model"))
         rows = [_checked(row) for row in found]
-        texts = [
-            ChatRenderer(tokenizer, row, enable_thinking=self.enable_thinking).render(
-                row.values["prompt"], add_generation_prompt=True
-            )
-            for row in rows
-        ]
+        texts = [_text(row, tokenizer, self.enable_thinking) for row in rows]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         kept = within_limit(
             [len(row_ids) for row_ids in ids],
@@ -225,7 +221,20 @@ def _checked(row: Row) -> Row:
     if not isinstance(row.values.get("extra_info"), dict | None):
         raise ValueError(f"Expected `extra_info` to be an object in {row.name}, got {row.values['extra_info']!r}.")
     prompt = clean_messages(row.values["prompt"], name=f"`prompt` in {row.name}")
+    for number, message in enumerate(prompt, start=1):
+        if flags := FLAG_KEYS & message.keys():
+            raise ValueError(
+                f"`{min(flags)}` of message {number} of `prompt` in {row.name} means nothing: what is trained is what"
+                " the policy answers. Take it out."
+            )
     return replace(row, values={**row.values, "prompt": prompt})
+
+
+def _text(row: Row, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> str:
+    renderer, prompt = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking), row.values["prompt"]
+    text = renderer.render(prompt, add_generation_prompt=True)
+    renderer.check_written(prompt, text, supervised={})
+    return text
 
 
 def _share(size: int, world_size: int, name: str) -> int:

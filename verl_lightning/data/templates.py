@@ -1,21 +1,22 @@
-"""Messages to text by a tokenizer's chat template, with what the columns of a row say about it."""
+"""One row's conversation to text by a tokenizer's chat template: all that was written, or a refusal."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Self
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from verl_lightning.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, chat_template
 from verl_lightning.data.files import Row
+from verl_lightning.data.messages import KNOWN_KEYS, Message
+from verl_lightning.data.written import Tools, pieces_of
+from verl_lightning.data.written_check import structural_complaint
 
-Message = dict[str, Any]
-
-_GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")
+_MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio", "mm_token_type_ids", "multi_modal_data")
 
 
 class ChatRenderer:
@@ -27,6 +28,9 @@ class ChatRenderer:
             absent.
         enable_thinking: What the template gets where the row has no ``enable_thinking``; None leaves it to the
             template.
+
+    Raises:
+        ValueError: If one of these columns is of another kind, or if the row has images, sound or video.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, *, enable_thinking: bool | None) -> None:
@@ -35,17 +39,27 @@ class ChatRenderer:
         self.row_name = row.name
         self.tools = parse_tools(row.values.get("tools"), name=f"`tools` in {row.name}")
         self.enable_thinking = enable_thinking if own is None else own
+        for column in _MEDIA_COLUMNS:
+            if row.values.get(column):
+                raise ValueError(
+                    f"The column `{column}` in {row.name} is not empty, but only text can be learnt from so far, no"
+                    " images, sound or video. Leave such rows out, or the column, if the messages do without it."
+                )
 
-    def without_thinking_flag(self) -> Self:
-        """The same, but with ``enable_thinking`` left to the template."""
+    @property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's template for this row."""
+        return chat_template(self.tokenizer, self.tools)
+
+    def with_thinking(self, enable_thinking: bool | None) -> Self:
+        """The same, but with another ``enable_thinking``; None leaves it to the template."""
         other = copy.copy(self)
-        other.enable_thinking = None
+        other.enable_thinking = enable_thinking
         return other
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for ``apply_chat_template``."""
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {"tools": self.tools, **thinking}
+        """Variables of the template besides messages and tools."""
+        return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """The text of some messages.
@@ -55,58 +69,74 @@ class ChatRenderer:
             add_generation_prompt: Whether the text ends with the header of a new assistant turn.
 
         Raises:
-            ValueError: If the template refuses the messages.
+            ValueError: If the template refuses the messages, or if the text is none that can be tokenised.
         """
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options()
-            )
-        except (TemplateError, TypeError) as error:
+            text = self.template.render(messages, self.tools, prompt=add_generation_prompt, **self.options())
+        except TEMPLATE_ERRORS as error:
             raise ValueError(f"The chat template can't render the messages in {self.row_name}: {error}") from error
-        return str(text)
+        if (found := re.search("[\ud800-\udfff]", text)) is not None:
+            raise ValueError(
+                f"There is half a character, `\\u{ord(found[0]):x}`, in {self.row_name}, after"
+                f" {text[: found.start()][-40:]!r}: a pair was cut, or the file is damaged. Correct the text."
+            )
+        return text
 
     def marked_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
         """Character spans that the template marks with ``{% generation %}``; None if it has no such marks."""
-        template = self.tokenizer.get_chat_template(tools=self.tools)
-        if not _GENERATION_MARK.search(template):
+        if not self.template.is_marked:
             return None
-        values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.options()}
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=template, return_assistant_tokens_mask=True, **values
-        )
-        _, spans = rendered
-        return [(begin, end) for begin, end in spans[0]]
+        return self.template.marked_spans(messages, self.tools, **self.options())
 
+    def check_written(self, messages: list[Message], text: str, *, supervised: Mapping[int, str]) -> bool:
+        """Checks that a text has all that the messages and tools of this row say.
 
-def clean_messages(messages: Any, *, name: str) -> list[Message]:
-    """Messages without the None values that Arrow adds to give each message the same keys.
+        What an assistant thought in turns that are not supervised may be left out: many templates do that, in training
+        as in use.
 
-    Args:
-        messages: The value of a column.
-        name: What error messages call it.
+        Args:
+            messages: The whole conversation.
+            text: What was rendered of it.
+            supervised: The text of each supervised turn by its position; it must have all of that message.
 
-    Raises:
-        ValueError: If it is not a list of at least one object that has a ``role``, and ``content`` or ``tool_calls``.
-    """
-    is_chat = isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)
-    if not is_chat or not messages or not all("content" in m or m.get("tool_calls") for m in messages):
-        raise ValueError(
-            f"Expected a list of messages with `role` and `content` in {name}, got {str(messages)[:80]!r}."
-        )
-    return [_clean_message(message) for message in messages]
+        Returns:
+            Whether thoughts of turns that are not supervised were left out.
 
+        Raises:
+            ValueError: If something else was left out or is written as Python writes it.
+        """
+        self._check_keys(messages)
+        complaint = structural_complaint(self.template, messages, self.tools, self.options(), supervised.keys())
+        lost = []
+        if complaint is None:
+            pieces = pieces_of(messages, self.tools)
+            lost = [p for p in pieces if not p.is_in(text if p.message is None else supervised.get(p.message, text))]
+            unfit = [piece for piece in lost if not piece.is_thought or piece.message in supervised]
+            complaint = (unfit[0], "leaves out or changes") if unfit else None
+        if complaint is not None:
+            piece, does = complaint
+            place = self.row_name if piece.message is None else self.name_of(piece.message, messages)
+            raise ValueError(
+                f"The chat template {does} {piece}, {piece.place} in {place}, so the model would not see what was"
+                " written. Correct the row, leave it out, or use another template: `chat_template.jinja` in the model's"
+                " folder."
+            )
+        return bool(lost)
 
-def _clean_message(message: Message) -> Message:
-    # A tool call often comes with `content: null`, which templates add to text: it means no text.
-    cleaned: Message = drop_none(message)
-    return cleaned if "content" in cleaned or "content" not in message else {**cleaned, "content": ""}
+    def _check_keys(self, messages: list[Message]) -> None:
+        for index, message in enumerate(messages):
+            for key in message.keys() - KNOWN_KEYS:
+                if not re.search(rf"\b{re.escape(key)}\b", self.template.text):
+                    raise ValueError(
+                        f"Nothing is known of `{key}` in {self.name_of(index, messages)}, nor does the chat template"
+                        " read it. Take it out; known are `role`, `content`, `name`, `tool_calls`,"
+                        " `tool_call_id`, `reasoning_content`, `thinking`, `reasoning`, and `loss_mask`, `weight` or"
+                        " `train`."
+                    )
 
-
-def drop_none(value: Any) -> Any:
-    """The same JSON value without the keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: drop_none(item) for key, item in value.items() if item is not None}
-    return [drop_none(item) for item in value] if isinstance(value, list) else value
+    def name_of(self, index: int, messages: list[Message]) -> str:
+        """What error messages call a message."""
+        return f"message {index + 1} of {len(messages)} in {self.row_name}"
 
 
 def parse_flag(value: Any, *, name: str) -> bool | None:
@@ -123,14 +153,14 @@ def parse_flag(value: Any, *, name: str) -> bool | None:
     return flags[value.strip().lower()]
 
 
-def parse_tools(value: Any, *, name: str) -> list[dict[str, Any]] | None:
-    """Tool schemas from a list or from its JSON text; None where there are none.
+def parse_tools(value: Any, *, name: str) -> Tools:
+    """Tool schemas from a list or from its JSON text, as they are; None where there are none.
 
     Raises:
         ValueError: If it is neither.
     """
     try:
-        tools = json.loads(value or "null") if isinstance(value, str) else drop_none(value)
+        tools = json.loads(value or "null") if isinstance(value, str) else value
     except json.JSONDecodeError:
         tools = value
     if tools is None or tools == []:

@@ -1,0 +1,145 @@
+"""Messages of a conversation in one normal form, or a refusal that says what is wrong with which of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which data sets and templates keep an assistant's thinking."""
+
+FLAG_KEYS = frozenset({"loss_mask", "weight", "train"})
+"""Names under which data sets say whether a turn is trained."""
+
+KNOWN_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", *THOUGHT_KEYS, *FLAG_KEYS}
+
+_CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
+_EXAMPLE = '[{"role": "user", "content": "What is 2 + 2?"}]'
+
+
+def clean_messages(messages: Any, *, name: str) -> list[Message]:
+    """Messages whose content is text and that have no keys without a value.
+
+    Text given as parts becomes one text. What a tool call's ``arguments`` hold stays as it is.
+
+    Args:
+        messages: The value of a column.
+        name: What error messages call it.
+
+    Raises:
+        ValueError: If it is not a list of at least one object that has a ``role``, and ``content`` or ``tool_calls``;
+            or if a message holds what is not text.
+    """
+    is_chat = isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)
+    if not is_chat or not messages or not all("content" in m or m.get("tool_calls") for m in messages):
+        raise ValueError(
+            f"Expected a list of messages with `role` and `content` in {name}, got {str(messages)[:80]!r}."
+            f" This would do: {_EXAMPLE}."
+        )
+    number = len(messages)
+    return [_clean(message, f"message {n} of {number} of {name}") for n, message in enumerate(messages, start=1)]
+
+
+def is_trained(message: Message, *, name: str) -> bool:
+    """Whether a message's own switch lets it be trained; True where it has none.
+
+    Args:
+        message: It may have ``loss_mask``, ``weight`` or ``train``, 0 or 1, true or false.
+        name: What error messages call it.
+
+    Raises:
+        ValueError: If a switch is anything else, or if two disagree.
+    """
+    flags = {key: message[key] for key in FLAG_KEYS if message.get(key) is not None}
+    for key, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"Expected `{key}` to be 0 or 1 (or false or true) in {name}, got {value!r}: a turn is trained or not."
+            )
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise ValueError(f"The switches of {name} disagree: {flags}. Keep one of them.")
+    return all(flags.values())
+
+
+def _clean(message: Message, name: str) -> Message:
+    if not isinstance(message["role"], str):
+        raise ValueError(f"Expected `role` to be a text in {name}, got {message['role']!r}.")
+    cleaned = {key: value for key, value in message.items() if value is not None}
+    if "content" in message:
+        # A tool call often comes with `content: null`, which templates add to text: it means no text.
+        cleaned["content"] = _text(message["content"], name)
+    for key in THOUGHT_KEYS:
+        if key in cleaned:
+            cleaned[key] = _text(cleaned[key], name)
+    calls = cleaned.pop("tool_calls", None)
+    if calls:
+        cleaned["tool_calls"] = _calls(calls, name)
+    return cleaned
+
+
+def _text(content: Any, name: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(_part(part, name) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(
+            f"Expected text, or a list of text parts, in {name}, got {_kind(content)}. Write it as text, an object or"
+            " list as JSON text."
+        )
+    return content
+
+
+def _part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    kept = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if kept.keys() <= {"type", "text"} and isinstance(kept.get("text"), str) and kept.get("type", "text") == "text":
+        return str(kept["text"])
+    kind = kept.get("type") or next(iter(kept), None) or type(part).__name__
+    raise ValueError(
+        f"There is content of the type `{kind}` in {name}, but only text can be learnt from so far, no images, sound or"
+        " video. Leave such rows out, or write text parts as"
+        ' {"type": "text", "text": "..."}.'
+    )
+
+
+def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError(f"Expected `tool_calls` to be a list in {name}, got {_kind(calls)}.")
+    return [_call(call, name) for call in calls]
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    cleaned = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
+    function = cleaned.get("function", cleaned)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"Expected each of `tool_calls` to have a function with a name in {name}, got {str(call)[:80]}. This would"
+            ' do: {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}.'
+        )
+    if unknown := (cleaned.keys() | function.keys()) - _CALL_KEYS:
+        raise ValueError(
+            f"Nothing is known of `{sorted(unknown)[0]}` in a tool call of {name}; what is: `id`, `type`, and"
+            " `function` with `name` and `arguments`. Take it out."
+        )
+    function = {key: value for key, value in function.items() if value is not None}
+    if not isinstance(function.get("arguments", {}), dict | str):
+        raise ValueError(
+            f"Expected `arguments` of a tool call to be an object, or an object as JSON text, in {name}, got"
+            f" {_kind(function['arguments'])}."
+        )
+    return {**cleaned, "function": function} if "function" in cleaned else function
+
+
+def _kind(value: Any) -> str:
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+    }
+    return kinds.get(type(value), type(value).__name__)
