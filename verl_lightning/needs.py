@@ -26,7 +26,7 @@ def missing_data_file(file: Path) -> str | None:
     if file.is_file():
         return None
     what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
-    return f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files."
+    return f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files, or `.json` or `.csv`."
 
 
 def missing_model(path: str) -> str | None:

@@ -77,10 +77,10 @@ def test_refuses_a_file_without_rows(tmp_path):
 
 
 def test_refuses_a_file_of_another_kind(tmp_path):
-    (tmp_path / "rows.csv").touch()
+    (tmp_path / "rows.txt").touch()
 
-    with pytest.raises(ValueError, match=r"rows.csv` should end in `.jsonl` or `.parquet`"):
-        read_rows(str(tmp_path / "rows.csv"), columns=[])
+    with pytest.raises(ValueError, match=r"rows.txt` should end in `.jsonl` or `.parquet`, or in `.json` or `.csv`"):
+        read_rows(str(tmp_path / "rows.txt"), columns=[])
 
 
 @pytest.mark.parametrize("row", [{"n": 3}, {"prompt": None, "n": 3}])
@@ -97,3 +97,44 @@ def test_names_the_line_that_is_no_object(tmp_path, line, reason):
 
     with pytest.raises(ValueError, match=rf"Expected a JSON object in row 2 of .*{reason}"):
         read_rows(str(tmp_path / "a.jsonl"), columns=[])
+
+
+@pytest.mark.parametrize("text", [json.dumps(ROWS, indent=1), "".join(json.dumps(row) + "\n" for row in ROWS)])
+def test_json_is_a_list_or_an_object_a_line(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+
+    rows = read_rows(str(tmp_path / "a.json"), columns=["prompt"])
+
+    assert [(row.values, row.name) for row in rows] == [
+        (values, f"row {number} of `{tmp_path / 'a.json'}`") for number, values in enumerate(ROWS, start=1)
+    ]
+
+
+def test_csv_has_a_line_of_names_and_texts(tmp_path):
+    (tmp_path / "a.csv").write_text('question,answer\n"1, 2\n3",é\n,4\n')
+
+    rows = read_rows(str(tmp_path / "a.csv"), columns=[])
+
+    assert [row.values for row in rows] == [{"question": "1, 2\n3", "answer": "é"}, {"question": "", "answer": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [("a.csv", "a,b\n1,2,3\n", "Row 1 of .* another number of fields"), ("a.json", "[{]", "can't be parsed"),
+     ("a.json", "[1]", "Expected a JSON object in row 1"), ("a.csv", "a,b\n1\n", "another number of fields")],
+)  # fmt: skip
+def test_refuses_files_that_are_cut_or_of_another_form(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(ValueError, match=complaint):
+        read_rows(str(tmp_path / name), columns=[])
+
+
+def test_parquet_gives_what_was_written_without_padding(tmp_path):
+    written = [
+        {"chat": [{"role": "a", "calls": [{"args": {"x": 1}}]}], "info": {"left": None, "n": 1, "list": [None, 2]}},
+        {"chat": [{"role": "b"}, {"role": "c", "calls": [{"args": {"y": "z"}}]}], "info": {"left": None, "list": []}},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "a.parquet")
+
+    assert [row.values for row in read_rows(str(tmp_path / "a.parquet"), columns=[])] == written

@@ -194,6 +194,15 @@ def test_refuses_sizes_below_one(name):
         make_data("a.jsonl", **{name: 0})
 
 
+def test_refuses_a_token_that_the_model_has_no_embedding_of(tmp_path):
+    module, file = Recorder(), write_jsonl(tmp_path / "a.jsonl", [make_row("1"), make_row("1<new>")])
+    module.num_embeddings = len(module.tokenizer)
+    module.tokenizer.add_tokens(["<new>"])
+
+    with pytest.raises(ValueError, match=r"The token '<new>' in row 2 of .* the model has embeddings of \d+ tokens"):
+        make_trainer(max_steps=1).fit(module, datamodule=make_data(file))
+
+
 def test_refuses_a_module_without_tokenizer(prompt_file):
     module = Recorder()
     module.tokenizer = None

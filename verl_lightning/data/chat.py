@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.data.files import Row, fingerprint, read_rows
+from verl_lightning.data.files import Row, fingerprint
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.messages import clean_messages
 from verl_lightning.data.module import TokenizedDataModule
+from verl_lightning.data.rows import CHAT_COLUMNS, check_columns, read_chat_rows
 from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
 from verl_lightning.data.templates import ChatRenderer
 from verl_lightning.types import TokenBatch, with_lengths
@@ -77,22 +78,29 @@ class ChatDataset:
 
 
 class ChatDataModule(TokenizedDataModule):
-    """Conversations for SFT, from JSON Lines or parquet files.
+    """Conversations for SFT, from JSON Lines, JSON, CSV or parquet files.
 
-    A row has the column ``messages``: a list of messages with ``role`` and ``content``, of any number of turns, tool
-    calls and tool results included (``arguments`` of a tool call reach the template as they are). It may have ``tools``
-    (a list of JSON schemas, or that list as JSON text) and ``enable_thinking``, which reach the chat template.
+    A row has the column ``messages``: a list of messages with ``role`` and ``content``, any number of turns, calls of
+    tools and their results included. It may have ``tools`` (a list of JSON schemas, or that list as JSON text) and
+    ``enable_thinking``, which reach the chat template. ``loss_mask: 0`` in an assistant's message (or ``weight: 0``, or
+    ``train: false``) leaves that turn out of training. Instead of ``messages`` a row may have ``prompt`` and
+    ``completion`` (texts, or lists of messages; the completion is trained), or ``conversations`` as of ShareGPT.
 
-    The conversation is rendered and tokenised once, as a whole. What the assistant said, its end tokens included, is
-    found by its place in the text; where the chat template marks it with ``{% generation %}``, the marks decide.
+    The conversation is rendered and tokenised as a whole. A turn is supervised from the token after the prompt that a
+    model would answer with it to the token that ends a response; where the chat template marks it with
+    ``{% generation %}``, as far as it is marked. All that was written stands in the text, save thoughts that the
+    template leaves out of earlier turns that are not trained; a row of which this is not so is refused.
 
     The module in training gets each batch as a ``TokenBatch`` whose response is all columns but the first. The loaders
     themselves yield dicts of its fields, since Lightning's half-precision plugins can't convert a frozen dataclass.
 
     Args:
-        train_files: Training conversations; a path or a list of paths, ``.jsonl`` or ``.parquet``.
+        train_files: Training conversations; a path or a list of paths, ``.jsonl``, ``.json``, ``.csv`` or
+            ``.parquet``.
         val_files: Conversations of ``validate`` and of validation during ``fit``, likewise.
         test_files: Conversations of ``test``, likewise.
+        columns: Names of the files' columns by the names that they get, such as ``{prompt: question, completion:
+            answer}``.
         batch_size: Sequences of a batch of one rank, in training and validation. At the end of a training epoch, rows
             that don't fill a batch on each rank are left out; validation leaves out none.
         max_length: The most tokens that a conversation may have.
@@ -122,6 +130,7 @@ class ChatDataModule(TokenizedDataModule):
         unsupervised: Literal["error", "drop"] = "error",
         supervise: Supervise = "all",
         enable_thinking: bool | None = None,
+        columns: dict[str, str] | None = None,
         shuffle: bool = True,
     ) -> None:
         super().__init__(train_files, val_files, test_files, shuffle=shuffle)
@@ -129,6 +138,8 @@ class ChatDataModule(TokenizedDataModule):
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         if max_length < 2:
             raise ValueError(f"`max_length` must be at least 2, got {max_length}.")
+        check_columns(columns, CHAT_COLUMNS)
+        self.columns = columns
         self.batch_size = batch_size
         self.max_length = max_length
         self.overlong = overlong
@@ -138,8 +149,9 @@ class ChatDataModule(TokenizedDataModule):
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> ChatDataset:
-        rows = read_rows(files, columns=("messages",))
+        rows = read_chat_rows(files, self.columns)
         chats = tokenize_chats(rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking)
+        self.check_tokens([chat.ids for chat in chats], [row.name for row in rows], tokenizer)
         kept = within_limit(
             [len(chat.ids) for chat in chats],
             [row.name for row in rows],

@@ -39,7 +39,7 @@ class ChatTemplate:
         added_tokens: Texts of all tokens that are found in a text before anything else is.
     """
 
-    def __init__(self, text: str, special_tokens: dict[str, Any], added_tokens: list[str]) -> None:
+    def __init__(self, text: str, special_tokens: dict[str, Any], added_tokens: frozenset[str]) -> None:
         self.text = text
         self.special_tokens = special_tokens
         self.added_tokens = added_tokens
@@ -166,5 +166,5 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> ChatTempl
     templates, key = _found.setdefault(tokenizer, {}), (text, str(special))
     if key not in templates:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
-        templates[key] = ChatTemplate(text, special, sorted(added, key=len, reverse=True))
+        templates[key] = ChatTemplate(text, special, frozenset(added))
     return templates[key]

@@ -39,9 +39,8 @@ class EndFinder:
     def __init__(self, template: ChatTemplate, eos_token: str | None) -> None:
         self.template = template
         self.eos_token = eos_token
-        anything = "|".join(map(re.escape, template.added_tokens)) or "(?!)"
-        self._last = re.compile(rf"(?:{anything})\s*\Z")
-        self._first = re.compile(rf"\s*({anything})")
+        self._tokens = frozenset(template.added_tokens)
+        self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
 
     def ends(self) -> Ends:
         """The tokens that end a turn."""
@@ -56,16 +55,16 @@ class EndFinder:
 
     def last_token(self, text: str) -> str | None:
         """The token that a text ends with, white space aside; None if it ends with no token that is always one."""
-        found = self._last.search(text)
-        return None if found is None else found[0].strip()
+        stripped = text.rstrip()
+        endings = (stripped[-length:] for length in self._lengths)
+        return next((ending for ending in endings if ending in self._tokens), None)
 
     def shared(self, text: str, other: str) -> str:
         """What two texts begin with alike, in whole tokens: none is cut."""
         length = len(os.path.commonprefix([text, other]))
-        if length < max(len(text), len(other)):
-            for start in range(max(0, length - max(map(len, self.template.added_tokens), default=0)), length):
-                if any(self._token_at(one, start) > length for one in (text, other)):
-                    return text[:start]
+        for start in range(max(0, length - max(self._lengths, default=0)), length):
+            if any(start + len(self._token_at(one, start)) > length for one in (text, other)):
+                return text[:start]
         return text[:length]
 
     def only_ends(self, text: str, closing: frozenset[str]) -> bool:
@@ -73,16 +72,15 @@ class EndFinder:
         tokens = "|".join(map(re.escape, sorted(closing, key=len, reverse=True))) or "(?!)"
         return re.fullmatch(rf"(?:{tokens}|\s)*", text) is not None
 
-    def _token_at(self, text: str, start: int) -> int:
-        ends = (start + len(token) for token in self.template.added_tokens if text.startswith(token, start))
-        return next(ends, start)
+    def _token_at(self, text: str, start: int) -> str:
+        beginnings = (text[start : start + length] for length in self._lengths)
+        return next((beginning for beginning in beginnings if beginning in self._tokens), "")
 
     def _with_eos(self, tokens: set[str]) -> frozenset[str]:
         return frozenset(tokens if self.eos_token is None else {*tokens, self.eos_token})
 
     def _first_token(self, text: str) -> str | None:
-        found = self._first.match(text)
-        return None if found is None else found[1]
+        return self._token_at(text.lstrip(), 0) or None
 
     def _after(self, word: str, messages: list[Message]) -> str:
         try:

@@ -1,7 +1,8 @@
-"""Rows from JSON Lines and parquet files."""
+"""Rows from JSON Lines, JSON, CSV and parquet files."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
+from pyarrow import ArrowException, parquet, types  # type: ignore[import-untyped]
 
 from verl_lightning.needs import missing_data_file
 
@@ -32,7 +33,8 @@ def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row
     """Reads all rows of one or more files, in their order.
 
     Args:
-        paths: Files that end in ``.jsonl`` (an object a line; blank lines are skipped) or ``.parquet``.
+        paths: Files that end in ``.jsonl`` (an object a line; blank lines are skipped), ``.json`` (a list of objects,
+            or an object a line), ``.csv`` (with a line of names; all values are texts) or ``.parquet``.
         columns: Those that every row must have.
 
     Raises:
@@ -53,32 +55,66 @@ def fingerprint(rows: Iterable[Row]) -> str:
 def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
     if (complaint := missing_data_file(file)) is not None:
         raise ValueError(complaint)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     if file.suffix not in readers:
-        raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`.")
-    rows = list(readers[file.suffix](file))
+        raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`, or in `.json` or `.csv`.")
+    try:
+        rows = list(readers[file.suffix](file))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The data file `{file}` is no text in UTF-8: {error}. Save it as UTF-8.") from error
     if not rows:
         raise ValueError(f"The data file `{file}` has no rows.")
     for row in rows:
         for column in columns:
             if row.values.get(column) is None:
-                raise ValueError(f"The column `{column}` is missing in {row.name}, which has {_listed(row.values)}.")
+                raise ValueError(
+                    f"The column `{column}` is missing in {row.name}, which has {listed_columns(row.values)}."
+                )
     return rows
 
 
-def _listed(values: dict[str, Any]) -> str:
+def listed_columns(values: dict[str, Any]) -> str:
+    """The columns that a row has, for messages."""
     return ", ".join(f"`{column}`" for column, value in values.items() if value is not None) or "no columns"
 
 
+def _row(file: Path, number: int, values: dict[str, Any]) -> Row:
+    return Row(values=values, name=_name(file, number), file=str(file))
+
+
+def _name(file: Path, number: int) -> str:
+    return f"row {number} of `{file}`"
+
+
 def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _row(file, number, _parse_line(line, _name(file, number)))
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    text = file.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
+        yield from _read_jsonl(file)
+        return
     try:
-        with file.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    name = f"row {number} of `{file}`"
-                    yield Row(values=_parse_line(line, name), name=name, file=str(file))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The data file `{file}` is no text in UTF-8: {error}. Save it as UTF-8.") from error
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Expected a list of JSON objects in `{file}`, but it can't be parsed: {error}.") from error
+    for number, values in enumerate(rows, start=1):
+        yield _row(file, number, _checked_object(values, _name(file, number)))
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        for number, values in enumerate(csv.DictReader(lines, strict=True), start=1):
+            if None in values or None in values.values():
+                raise ValueError(
+                    f"{_name(file, number).capitalize()} has another number of fields than the line of names. Quote"
+                    " fields that have commas or line breaks."
+                )
+            yield _row(file, number, values)
 
 
 def _parse_line(line: str, name: str) -> dict[str, Any]:
@@ -86,6 +122,10 @@ def _parse_line(line: str, name: str) -> dict[str, Any]:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"Expected a JSON object in {name}, but it can't be parsed: {error}.") from error
+    return _checked_object(values, name)
+
+
+def _checked_object(values: Any, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"Expected a JSON object in {name}, got {type(values).__name__}.")
     return values
@@ -93,8 +133,27 @@ def _parse_line(line: str, name: str) -> dict[str, Any]:
 
 def _read_parquet(file: Path) -> Iterator[Row]:
     try:
-        rows = parquet.read_table(file).to_pylist()
+        table = parquet.read_table(file)
+        rows = table.to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError) as error:
         raise ValueError(f"The data file `{file}` is no parquet file, or not the whole of one: {error}") from error
+    kinds = {field.name: field.type for field in table.schema}
     for number, values in enumerate(rows, start=1):
-        yield Row(values=values, name=f"row {number} of `{file}`", file=str(file))
+        yield _row(file, number, {name: _unpadded(value, kinds[name]) for name, value in values.items()})
+
+
+def _unpadded(value: Any, kind: Any) -> Any:
+    """A value without the keys that Arrow adds, as None, so that all objects of a column have the same.
+
+    A key that is None in all rows of the file was written as null and stays.
+    """
+    if types.is_struct(kind) and isinstance(value, dict):
+        fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
+        return {
+            key: _unpadded(item, fields[key])
+            for key, item in value.items()
+            if item is not None or types.is_null(fields[key])
+        }
+    if isinstance(value, list) and (types.is_list(kind) or types.is_large_list(kind)):
+        return [_unpadded(item, kind.value_type) for item in value]
+    return value

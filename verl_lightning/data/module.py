@@ -45,6 +45,7 @@ class TokenizedDataModule(LightningDataModule):
         self.test_files = test_files
         self.shuffle = shuffle
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
+        self._num_embeddings: int | None = None
 
     @abstractmethod
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> BatchSource[object]:
@@ -61,6 +62,7 @@ class TokenizedDataModule(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
+        self._num_embeddings = getattr(trainer.lightning_module, "num_embeddings", None)
         name = {"validate": "val_files", "test": "test_files"}.get(stage, "train_files")
         if not getattr(self, name):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
@@ -132,6 +134,29 @@ class TokenizedDataModule(LightningDataModule):
     @override
     def teardown(self, stage: str) -> None:
         self._loaders = {}
+
+    def check_tokens(
+        self, ids: Sequence[Sequence[int]], names: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Checks that the model in training has an embedding of each token.
+
+        Args:
+            ids: Tokens of each row.
+            names: What messages call each row.
+            tokenizer: Made them.
+
+        Raises:
+            ValueError: If it lacks one: the tokenizer has more tokens than the model.
+        """
+        limit = self._num_embeddings
+        for row_ids, name in zip(ids, names, strict=True):
+            largest = max(row_ids, default=0)
+            if limit is not None and largest >= limit:
+                raise ValueError(
+                    f"The token {tokenizer.convert_ids_to_tokens(largest)!r} in {name} has the number {largest}, but"
+                    f" the model has embeddings of {limit} tokens: its tokenizer is another model's, or tokens were"
+                    " added to it alone. Save the model anew after `model.resize_token_embeddings(len(tokenizer))`."
+                )
 
     def _trainer(self) -> Trainer:
         if self.trainer is None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.data.files import Row, fingerprint, read_rows
+from verl_lightning.data.files import Row, fingerprint
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.messages import FLAG_KEYS, clean_messages
 from verl_lightning.data.module import TokenizedDataModule
+from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
 
 _MAX_SOURCES = 16  # of which rows are shown
@@ -91,18 +92,22 @@ class PromptDataset:
 
 
 class PromptDataModule(TokenizedDataModule):
-    """Prompts for PPO and its kin, from JSON Lines or parquet files in verl's schema.
+    """Prompts for PPO and its kin, from JSON Lines, JSON, CSV or parquet files in verl's schema.
 
-    A row has the columns ``data_source`` (a name), ``prompt`` (a list of messages) and ``reward_model`` (an object with
-    ``ground_truth``). It may have ``extra_info`` and any other column, all of which reach the reward function, and
-    ``tools`` and ``enable_thinking``, which reach the chat template. A loader yields ``PromptBatch`` dicts.
+    A row has the columns ``prompt`` (a list of messages, or a text that the user says) and ``reward_model`` (an object
+    with ``ground_truth``) or ``ground_truth``. It may have ``data_source`` (a name; without it, that of the file),
+    ``extra_info`` and any other column, all of which reach the reward function, and ``tools`` and ``enable_thinking``,
+    which reach the chat template. A loader yields ``PromptBatch`` dicts.
 
     At the end of an epoch, prompts that don't fill a whole step are left out; validation leaves out none.
 
     Args:
-        train_files: Training prompts; a path or a list of paths, ``.jsonl`` or ``.parquet``.
+        train_files: Training prompts; a path or a list of paths, ``.jsonl``, ``.json``, ``.csv`` or
+            ``.parquet``.
         val_files: Prompts of ``validate`` and of validation during ``fit``, likewise.
         test_files: Prompts of ``test``, likewise.
+        columns: Names of the files' columns by the names that they get, such as ``{prompt: question, ground_truth:
+            answer}``.
         prompts_per_step: Prompts of one training step, over all ranks.
         val_batch_size: Prompts of one validation or test batch, over all ranks.
         max_prompt_length: The most tokens that a prompt may have, the chat template's included.
@@ -128,6 +133,7 @@ class PromptDataModule(TokenizedDataModule):
         max_prompt_length: int,
         overlong: Overlong = "error",
         enable_thinking: bool | None = None,
+        columns: dict[str, str] | None = None,
         shuffle: bool = True,
     ) -> None:
         super().__init__(train_files, val_files, test_files, shuffle=shuffle)
@@ -138,6 +144,8 @@ class PromptDataModule(TokenizedDataModule):
         ):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        check_columns(columns, PROMPT_COLUMNS)
+        self.columns = columns
         self.prompts_per_step = prompts_per_step
         self.val_batch_size = val_batch_size
         self.max_prompt_length = max_prompt_length
@@ -146,10 +154,11 @@ class PromptDataModule(TokenizedDataModule):
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        found = read_rows(files, columns=("data_source", "prompt", "reward_model"))
+        found = read_prompt_rows(files, self.columns)
         rows = [_checked(row) for row in found]
         texts = [_text(row, tokenizer, self.enable_thinking) for row in rows]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self.check_tokens(ids, [row.name for row in rows], tokenizer)
         kept = within_limit(
             [len(row_ids) for row_ids in ids],
             [row.name for row in rows],

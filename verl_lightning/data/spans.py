@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from verl_lightning.data.chat_template import USER, WORD
@@ -102,7 +103,7 @@ class _TurnFinder:
         for candidate in (self.renderer, self.renderer.with_thinking(None)):
             prompt = candidate.render(context, add_generation_prompt=True)
             if self.text.startswith(prompt):
-                header = self._header()
+                header = self._header
                 again = header and not prompt.endswith(header) and self.text.startswith(header, len(prompt))
                 return len(prompt) + (len(header) if again else 0)
         prompt = self.renderer.render(context, add_generation_prompt=True)
@@ -115,6 +116,7 @@ class _TurnFinder:
             f" {self.text[begun:][:40]!r}. So the turn can't be trained as the model would say it."
         )
 
+    @cached_property
     def _header(self) -> str:
         """What the template writes at the beginning of an assistant's turn in any case."""
         plain = self.renderer.with_thinking(None)

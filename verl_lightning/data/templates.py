@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class ChatRenderer:
                     " images, sound or video. Leave such rows out, or the column, if the messages do without it."
                 )
 
-    @property
+    @cached_property
     def template(self) -> ChatTemplate:
         """The tokenizer's template for this row."""
         return chat_template(self.tokenizer, self.tools)

@@ -24,7 +24,7 @@ from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
-from verl_lightning.models.pretrained import read_generation_config
+from verl_lightning.models.pretrained import read_config, read_generation_config
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
@@ -147,6 +147,11 @@ class PostTrainingModule(LightningModule):
                 " `tokenizer_config.json`, or `eos_token_id` in its `generation_config.json`."
             )
         return sorted(found)
+
+    @cached_property
+    def num_embeddings(self) -> int:
+        """Tokens that the policy has an embedding of; ids from it on can't be looked up."""
+        return int(read_config(self.policy_config.path).get_text_config().vocab_size)
 
     @cached_property
     def base_fingerprints(self) -> dict[str, str]:

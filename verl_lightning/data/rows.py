@@ -1,0 +1,171 @@
+"""Rows of several layouts in the one that data modules read, or a refusal that shows what would do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_lightning.data.files import Row, listed_columns, read_rows
+
+PROMPT_COLUMNS = ("prompt", "ground_truth", "reward_model", "data_source", "extra_info", "tools", "enable_thinking")
+CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", "system", "tools", "enable_thinking")
+
+_QUESTIONS = ("question", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "solution", "label", "target", "output", "response", "completion", "ground_truth")
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bot": "assistant", "model": "assistant", "function_call": "assistant", "system": "system", "tool": "tool",
+    "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+
+
+def check_columns(columns: Mapping[str, str] | None, known: Sequence[str]) -> None:
+    """Checks the names of columns that a user gives others.
+
+    Args:
+        columns: Names of a file's columns by the names that they get.
+        known: The names that mean something.
+
+    Raises:
+        ValueError: If a name means nothing.
+    """
+    for column in columns or {}:
+        if column not in known:
+            names = ", ".join(f"`{name}`" for name in known)
+            raise ValueError(f"`data.columns` has `{column}`, which is no column that is read. Those are {names}.")
+
+
+def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
+    """Rows with ``prompt``, a list of messages, ``reward_model`` with ``ground_truth``, and ``data_source``.
+
+    Args:
+        files: Where they are; ``prompt`` may be a text, which the user says, ``ground_truth`` a column of its own, and
+            ``data_source`` may be missing: it is then the name of the file.
+        columns: Names of the files' columns by the names that they get.
+
+    Raises:
+        ValueError: If a file or row is not as described.
+    """
+    return [_prompt_row(_renamed(row, columns)) for row in read_rows(files, columns=())]
+
+
+def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
+    """Rows with ``messages``.
+
+    Args:
+        files: Where they are; instead of ``messages`` a row may have ``prompt`` and ``completion``, texts or lists of
+            messages, of which the completion is trained; or ``conversations`` of ShareGPT, with ``from`` and ``value``.
+        columns: Names of the files' columns by the names that they get.
+
+    Raises:
+        ValueError: If a file or row is not as described.
+    """
+    return [_chat_row(_renamed(row, columns)) for row in read_rows(files, columns=())]
+
+
+def _renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
+    values = dict(row.values)
+    for column, name in (columns or {}).items():
+        if name not in row.values:
+            raise ValueError(
+                f"`data.columns` takes `{column}` from the column `{name}`, which is missing in {row.name}, which has"
+                f" {listed_columns(row.values)}."
+            )
+        values[column] = row.values[name]
+    return replace(row, values=values)
+
+
+def _prompt_row(row: Row) -> Row:
+    values = dict(row.values)
+    if values.get("prompt") is None:
+        raise _missing(row, "prompt", {"prompt": _QUESTIONS, "ground_truth": _ANSWERS})
+    values["prompt"] = _messages(values["prompt"], "user")
+    if values.get("reward_model") is None:
+        if values.get("ground_truth") is None:
+            raise _missing(row, "reward_model", {"ground_truth": _ANSWERS})
+        values["reward_model"] = {"ground_truth": values["ground_truth"]}
+    if values.get("data_source") is None:
+        values["data_source"] = Path(row.file).stem
+    return replace(row, values=values)
+
+
+def _chat_row(row: Row) -> Row:
+    values = dict(row.values)
+    if values.get("messages") is not None:
+        values["messages"] = _messages(values["messages"], "")
+    elif values.get("conversations") is not None:
+        values["messages"] = _from_share_gpt(values, row.name)
+    elif values.get("prompt") is not None and values.get("completion") is not None:
+        prompt, completion = _messages(values["prompt"], "user"), _messages(values["completion"], "assistant")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            values["messages"] = [*map(_untrained, prompt), *completion]
+    if "messages" not in values:
+        raise _missing(row, "messages", {"prompt": ("prompt", *_QUESTIONS), "completion": _ANSWERS})
+    return replace(row, values=values)
+
+
+def _messages(value: Any, role: str) -> Any:
+    """The messages of a list, of its JSON text, or of a text that a role says."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            found = json.loads(value)
+        except json.JSONDecodeError:
+            found = None
+        if isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found):
+            return found
+    return [{"role": role, "content": value}] if role else value
+
+
+def _untrained(message: Any) -> Any:
+    is_said = isinstance(message, dict) and message.get("role") == "assistant"
+    return {**message, "loss_mask": 0} if is_said else message
+
+
+def _from_share_gpt(values: dict[str, Any], name: str) -> list[Any]:
+    turns = values["conversations"]
+    turns = json.loads(turns) if isinstance(turns, str) and turns.lstrip().startswith("[") else turns
+    if not isinstance(turns, list):
+        raise ValueError(f"Expected `conversations` to be a list in {name}, got {type(turns).__name__}.")
+    system = values.get("system")
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, *(_share_gpt_message(turn, name) for turn in turns)]
+
+
+def _share_gpt_message(turn: Any, name: str) -> Any:
+    if not isinstance(turn, dict) or "role" in turn:
+        return turn
+    said, value = turn.get("from"), turn.get("value")
+    if said not in _ROLES or value is None:
+        raise ValueError(
+            f"Expected turns with `from` ({', '.join(_ROLES)}) and `value` in `conversations` in {name}, got"
+            f' {str(turn)[:80]}. This would do: {{"from": "human", "value": "What is 2 + 2?"}}.'
+        )
+    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    if said != "function_call":
+        return {"role": _ROLES[said], "content": value, **rest}
+    try:
+        calls = json.loads(value)
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"Expected a call as JSON text of the `function_call` in {name}, got {value!r}.") from error
+    calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+
+
+def _missing(row: Row, column: str, wanted: Mapping[str, Sequence[str]]) -> ValueError:
+    """Says what is missing, and the nearest that would do: columns by other names, or a row."""
+    has = {key: value for key, value in row.values.items() if value is not None}
+    guess = {name: next((c for c in candidates if c in has), None) for name, candidates in wanted.items()}
+    text = f"The column `{column}` is missing in {row.name}, which has {listed_columns(row.values)}."
+    if all(guess.values()):
+        pairs = ", ".join(f"{name}: {found}" for name, found in guess.items() if name != found)
+        return ValueError(f"{text} Set `data.columns: {{{pairs}}}`, if these are what is meant.")
+    asked, said = ({"role": role, "content": text} for role, text in (("user", "What is 2 + 2?"), ("assistant", "4")))
+    example: dict[str, Any] = {"prompt": [asked], "reward_model": {"ground_truth": "4"}}
+    if column == "messages":
+        example = {"messages": [asked, said]}
+    return ValueError(f"{text} Such a row would do: {json.dumps(example)}. `data.columns` gives columns other names.")
