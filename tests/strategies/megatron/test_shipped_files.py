@@ -14,5 +14,5 @@ from tests.examples.shipped import launch, shipped_files
 def test_every_shipped_file_takes_a_step(tmp_path):
     results = launch("megatron", 2, tmp_path)
 
-    assert list(results) == shipped_files()
+    assert list(results) == shipped_files("megatron")
     assert {file for file, (step, norm) in results.items() if step != 1 or not 0 < norm < math.inf} == set()
