@@ -48,10 +48,10 @@ def ppo_experiment(files, name, model="tiny", actor=None, **changes):
     )
 
 
-def sft_experiment(files, name, model="tiny", **trainer):
+def sft_experiment(files, name, model="tiny", optim=OPTIM, **trainer):
     return Experiment(
         folder=files["folder"] / name,
-        make_module=lambda: make_sft(files[model], actor=make_model_config(files[model], optim=OPTIM)),
+        make_module=lambda: make_sft(files[model], actor=make_model_config(files[model], optim=optim)),
         make_data=lambda: make_chats(files["chats"], files["chats"], shuffle=True),
         make_callbacks=list,
         trainer=trainer,
@@ -71,10 +71,11 @@ EXPERIMENTS = {
     "lora": lambda files: ppo_experiment(files, "lora", actor={"lora": LoraConfig(rank=2, dropout=0.3)}),
     "dropout": lambda files: ppo_experiment(files, "dropout_ppo", model="dropout"),
     "sft": lambda files: sft_experiment(files, "sft", model="dropout", accumulate_grad_batches=2),
+    "epochs": lambda files: sft_experiment(files, "epochs", optim=OptimConfig(), max_steps=-1, max_epochs=1),
 }
 
 
-FAST = {("grpo", "early"), ("critic", "early"), ("sft", "early")}
+FAST = {("grpo", "early"), ("critic", "early"), ("sft", "early"), ("epochs", "early")}
 CASES = [
     pytest.param(kind, killed, marks=[] if (kind, killed) in FAST else pytest.mark.slow)
     for kind in EXPERIMENTS
