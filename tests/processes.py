@@ -40,7 +40,14 @@ from typing import Any
 
 import torch
 
-PRELOADED = ["pytest", "transformers", "verl_lightning.cli.lightning_cli", "tests.runs", "tests.processes"]
+PRELOADED = [
+    "pytest",
+    "transformers",
+    "verl_lightning.cli.lightning_cli",
+    "tests.runs",
+    "tests.processes",
+    "tests.warm",
+]
 VERL_FIT = str(Path(sys.executable).with_name("verl-fit"))
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOADED)
@@ -87,10 +94,15 @@ class Process:
         """The exit code, negative if a signal ended the process; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, *, code: int = 0) -> str:
-        """Waits for the end, which must have this exit code; gives the output."""
+    def join(self) -> int:
+        """Waits for the end, and gives the exit code as `poll` does."""
         self._process.join()
         _unfinished.discard(self)
+        return self._process.exitcode
+
+    def wait(self, *, code: int = 0) -> str:
+        """Waits for the end, which must have this exit code; gives the output."""
+        self.join()
         assert self.poll() == code, f"exit code {self.poll()}, not {code}:\n{self.output[-5000:]}"
         return self.output
 

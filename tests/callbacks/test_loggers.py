@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.callbacks.conftest import EACH_STEP
-from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
+from tests.resume.settings import write_settings
 from tests.runs import make_trainer
 from verl_lightning.callbacks import ResumeWandb
 from verl_lightning.callbacks.resume_wandb import saved_callback_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.resume.attempt import write_settings
+from tests.resume.settings import write_settings
 from verl_lightning.callbacks import ProfilerCallback, RolloutCallback, StepRange
 from verl_lightning.cli.lightning_cli import CLI
 

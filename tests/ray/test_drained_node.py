@@ -14,8 +14,8 @@ import pytest
 from tests.processes import wait_until
 from tests.ray.conftest import SIZE, start_cluster
 from tests.ray.launches import ENDLESS, last_step, ray_words, start, steps_done_twice, wait_for_step
-from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
+from tests.resume.settings import write_settings
 
 
 def drain(cluster: Any, node: Any) -> None:

@@ -13,8 +13,8 @@ import yaml
 
 from tests.processes import run_verl_fit, start_ranks, wait_until
 from tests.ray.launches import ENDLESS, RUN, last_step, ray_words, start, steps_done_twice, wait_for_step
-from tests.resume.attempt import write_settings
 from tests.resume.experiment import read_metrics
+from tests.resume.settings import write_settings
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,13 +1,11 @@
-"""Attempts to bring a `verl-fit` run to its end, in processes that may be killed."""
+"""Settings of a short `verl-fit` run with all that PPO may have."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import yaml
 
-from tests.processes import Process, run_verl_fit, start
 from tests.runs import REWARDS
 
 NUM_STEPS = 30
@@ -45,38 +43,3 @@ def write_settings(path: Path, *, model: Path, prompts: Path) -> None:
         "rollout": {"class_path": "HFRollout", "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 6}}},
     }
     path.write_text(yaml.safe_dump(settings))
-
-
-def start_attempt(folder: Path) -> Process:
-    """`verl-fit --config ../ppo.yaml --ckpt_path auto` in a folder."""
-    return start(run_verl_fit, "--config", "../ppo.yaml", "--ckpt_path", "auto", folder=folder)
-
-
-def wait_for_checkpoints(folder: Path, count: int, attempt: Process) -> float:
-    """Waits for so many new checkpoints, or for the end of the attempt; gives the seconds of the last one's step."""
-    last, began, seconds = checkpoint_time(folder), time.monotonic(), 0.0
-    while count and attempt.poll() is None:
-        if checkpoint_time(folder) != last:
-            last, count = checkpoint_time(folder), count - 1
-            began, seconds = time.monotonic(), time.monotonic() - began
-        time.sleep(0.002)
-    return seconds
-
-
-def checkpoint_time(folder: Path) -> int:
-    """When the last checkpoint was written."""
-    checkpoint = folder / "runs/version_0/checkpoints/last.ckpt"
-    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-
-
-def members(group: int | None) -> list[int]:
-    """Running processes of a group."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, owner = entry.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(owner) == group and state != "Z":
-            found.append(int(entry.parent.name))
-    return found
