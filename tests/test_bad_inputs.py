@@ -97,6 +97,52 @@ def test_a_tokenizer_without_a_needed_part_is_refused_or_helped(missing, config,
     assert missing.replace("_", " ") in message or missing in message
 
 
+BAD_SETTINGS = {
+    '{"a": ': "config.json` holds no JSON: ",
+    "[1]": "config.json` can't be read (",
+    '{"model_type": "llama", "num_hidden_layers": "two"}': "field 'num_hidden_layers': TypeError: ",
+}
+
+
+@pytest.mark.parametrize("text", BAD_SETTINGS)
+def test_broken_settings_of_a_model_are_not_said_to_be_its_tokenizers(text, config, capsys, tiny_folder):
+    shutil.copytree(tiny_folder, "model")
+    Path("model/config.json").write_text(text)
+
+    message = refusal(config, capsys, "--model.actor.path", "model")
+
+    assert message.startswith("`model.actor`: ")
+    assert BAD_SETTINGS[text] in message
+    assert "tokenizer" not in message
+
+
+def test_an_adapter_that_does_not_say_its_size_is_refused(config, capsys):
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    Path("adapter/adapter_model.safetensors").touch()
+
+    message = refusal(config, capsys, "--model.actor.lora.adapter_path", "adapter")
+
+    assert "`model.actor`: `lora.adapter_path: adapter` has no alpha in its `adapter_config.json`." in message
+
+
+WHOSE = {
+    "data.train_files": ["--data.train_files", "rows.jsonl"],
+    "data.val_files": ["--data.val_files", "rows.jsonl"],
+    "model.reward": ["--model.reward.arguments", "{nothing: 1}"],
+    "model.critic.model": ["--model.advantage", "GAE", "--model.critic.model.path", "no-weights"],
+}
+
+
+@pytest.mark.parametrize("key", WHOSE)
+def test_a_sentence_begins_with_the_key_that_it_is_about(key, config, capsys, tiny_folder):
+    Path("rows.jsonl").write_text('{"prompt": "a"}')
+    shutil.copytree(tiny_folder, "no-weights")
+    Path("no-weights/model.safetensors").unlink()
+
+    assert f"`{key}`: " in refusal(config, capsys, *WHOSE[key])
+
+
 def test_pad_may_equal_eos(config, tiny_folder):
     shutil.copytree(tiny_folder, "model")
     settings = Path("model/tokenizer_config.json")

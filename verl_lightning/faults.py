@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -50,6 +52,18 @@ def is_meant_for_user(error: BaseException) -> bool:
         return False
     frame, instruction = innermost(error)
     return module_of(frame).startswith("verl_lightning.") and frame.f_code.co_code[instruction] == RAISE
+
+
+@contextmanager
+def told_of(key: str) -> Iterator[None]:
+    """Begin errors that are meant for the user, and come up within it, with the key of the settings they are about."""
+    try:
+        yield
+    except USERS_ERRORS as error:
+        is_sentence = len(error.args) == 1 and isinstance(error.args[0], str)
+        if is_sentence and is_meant_for_user(error) and not error.args[0].startswith(f"`{key}"):
+            error.args = (f"`{key}`: {error.args[0]}",)
+        raise
 
 
 def cause_for_user(error: BaseException) -> BaseException | None:

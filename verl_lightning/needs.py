@@ -10,6 +10,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ def missing_model(path: str) -> str | None:
         return no_model(path, f"there is no such folder, looked from `{Path.cwd()}`") if is_no_hub_name else None
     if not (folder / "config.json").is_file():
         return no_model(path, "the folder has no `config.json`")
+    try:
+        is_object = isinstance(json.loads((folder / "config.json").read_text(encoding="utf-8")), dict)
+    except ValueError as error:
+        return no_model(path, f"its `config.json` holds no JSON: {error}")
+    if not is_object:
+        return no_model(path, "its `config.json` holds no JSON object")
+    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        return no_model(path, "the folder holds no weights")
     for file in weight_files(folder):
         if (complaint := broken_weights(file)) is not None:
             return no_model(path, complaint)
@@ -122,6 +131,25 @@ def missing_checkpoint(path: str) -> str | None:
     close = difflib.get_close_matches(path, [str(neighbour) for neighbour in Path(path).parent.glob("*")], n=1)
     hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
     return f"`--ckpt_path {path}` does not exist.{hint}"
+
+
+def unwritable_folder(path: str) -> str | None:
+    """About where a run is to write; nothing is made there yet."""
+    if "://" in path:
+        return None
+    folder = Path(path).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    what = "may not be written to" if there.is_dir() else "is a file"
+    return f"`trainer.default_root_dir: {path}` can't be made a folder: `{there}` {what}. Choose another."
+
+
+def wrong_seed(seed: int) -> str | None:
+    """About `seed_everything`."""
+    if 0 <= seed < 2**32:
+        return None
+    return f"`seed_everything` must lie between 0 and {2**32 - 1}, got {seed}."
 
 
 def has_package(module: str) -> bool:

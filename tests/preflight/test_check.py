@@ -71,6 +71,8 @@ KEYS = [
         "`trainer.strategy: deepspeed` is Lightning's own, under which `PPOModule` can't train its",
     ),
     ("--fsdp.checkpoint_every 2", "`fsdp.checkpoint_every` is an option of each model since version 0.1: set"),
+    ("--model.kl abc", "`model.kl` is a group of settings, got abc. Set one of them, such as `--model.kl."),
+    ("--model.update null", "`model.update` is a group of settings, got null. Leave it out, or set one of them below"),
     ("--data null", "`PPOModule` has no `data` to learn from. Choose it, such as `--data PromptDataModule"),
 ]
 
@@ -100,6 +102,12 @@ def test_what_is_refused_early_is_refused_by_the_real_parser_too(capsys):
         ("trainer: {callbacks: [{class_path: HFCheckpoint, init_args: {montor: x}}]}", "`trainer.callbacks.montor` is"),
         ("trainer: {max_steps: 1, max_steps: 2}", "line 1 sets `max_steps` a second time."),
         ("trainer:\n  max_steps: 3\n max_epochs: 2\n", "line 3 is not valid YAML: did not find expected key."),
+        ("", "expected settings, such as `trainer: {max_steps: 10}`, got nothing."),
+        (
+            "trainer:\nfsdp: {}",
+            "`trainer` is a group of settings, got null. Leave it out, or set one of them below it.",
+        ),
+        ("fsdp: [1]", "`fsdp` is a group of settings, got [1]. Set one of them, such as `--fsdp."),
         ("just words", "expected settings, such as `trainer: {max_steps: 10}`, got something else."),
         ("a: \x07", "unacceptable character"),
     ],
@@ -135,6 +143,8 @@ MISSING = [
         "The reward `function: nowhere.reward` does not import: ModuleNotFound",
     ),
     ("--model.reward.function gsm9k", "The reward `function: gsm9k` is unknown. Did you mean `gsm8k`?"),
+    ("--trainer.default_root_dir base.yaml/x", "`trainer.default_root_dir: base.yaml/x` can't be made a folder: `/"),
+    ("--seed_everything -3", "`seed_everything` must lie between 0 and 4294967295, got -3."),
     ("--ckpt_path no.ckpt", "`--ckpt_path no.ckpt` does not exist. Give a checkpoint's file or folder, or `last`."),
     ("--rollout VLLMRollout", "`VLLMRollout` needs vLLM, which can't be imported (No module named 'vllm'). Install it"),
     ("--trainer.logger MLFlowLogger", "`trainer.logger: MLFlowLogger` needs the package `mlflow`, which is not insta"),

@@ -130,11 +130,13 @@ class Parser(LightningArgumentParser):
             parent: Key of that part in this parser, with a final dot.
             shown: The same key as the user wrote it.
         """
+        slots = [action.dest for action in actions_of(self) if type_of(action) is not None]  # null leaves these out
         for name, value in written.items():
             key, shown_key, read = f"{parent}{name}", f"{shown}{name}", config.get(name)
             if not isinstance(value, dict):
-                if key in (self.groups or {}) and value is not None:
-                    yield f"`{shown_key}` is a group of settings, got {value!r}."
+                if key in (self.groups or {}) and (value is not None or key not in slots):
+                    got = "null. Leave it out, or set one of them below it" if value is None else repr(value)
+                    yield f"`{shown_key}` is a group of settings, got {got}."
             elif part := next(self.parts_at(key), None):
                 settings = read.get("init_args", read) if isinstance(read, Namespace) else {}
                 yield from class_parser(part).find_stray_groups(value, settings, "", f"{shown_key}.")
@@ -163,7 +165,8 @@ class Parser(LightningArgumentParser):
         for action in actions_of(self):
             hint, value = type_of(action), config.get(action.dest, ())
             key = f"{shown}{action.dest}"
-            if value is None and action.default is not None and not may_be_null(hint):
+            is_set = action.default is not None or action.required
+            if value is None and is_set and not may_be_null(hint):
                 yield f"`{key}`: expected {readable_type(str(hint))}, got null."
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, Namespace) and "init_args" in item:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
 from verl_lightning.data.resumed_epoch import ResumeEpoch
+from verl_lightning.faults import told_of
 from verl_lightning.seeding import run_seed
 
 VALIDATION_KEY = "validation_rows"
@@ -67,16 +68,19 @@ class TokenizedDataModule(LightningDataModule):
         if not getattr(self, name):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
         if stage == "fit":
-            self._loaders["train"] = loader = self._train_loader(trainer, tokenizer)
+            with told_of("data.train_files"):
+                self._loaders["train"] = loader = self._train_loader(trainer, tokenizer)
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
             callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ResumeEpoch)]
             callbacks.append(ResumeEpoch(loader))
         if stage == "fit" and not self.val_files:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         elif stage in ("fit", "validate"):
-            self._loaders["val"] = self._eval_loader(self.val_files, trainer, tokenizer)
+            with told_of("data.val_files"):
+                self._loaders["val"] = self._eval_loader(self.val_files, trainer, tokenizer)
         if stage == "test":
-            self._loaders["test"] = self._eval_loader(self.test_files, trainer, tokenizer)
+            with told_of("data.test_files"):
+                self._loaders["test"] = self._eval_loader(self.test_files, trainer, tokenizer)
 
     def _train_loader(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> TrainLoader:
         rank, world_size = data_parallel_rank_and_size(trainer)

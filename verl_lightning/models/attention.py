@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -46,10 +45,10 @@ def best_attention(name: str) -> str:
     """The kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`.
 
     Raises:
-        MisconfigurationException: If its package is not installed.
+        ValueError: If its package is not installed.
     """
     if (complaint := missing_attention(name)) is not None:
-        raise MisconfigurationException(complaint)
+        raise ValueError(complaint)
     return name if name != "auto" else VARLEN if has_varlen_kernel() else "sdpa"
 
 

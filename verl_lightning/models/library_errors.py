@@ -38,5 +38,10 @@ def model_must_be_at(path: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of an error's message, which libraries follow up with lists; its name if it has none."""
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The beginning of an error's message, which libraries follow up with lists; its name if it has none.
+
+    A line that ends in a colon says nothing without the next.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    size = next((index + 1 for index, line in enumerate(lines) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:size]).rstrip(".") or type(error).__name__

@@ -235,7 +235,9 @@ def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
         raise ValueError(f"{name} holds adapters of type {config.get('peft_type')}, but only LORA can be trained here.")
     if used := [key for key in UNSUPPORTED if config.get(key)]:
         raise ValueError(f"{name} uses `{used[0]}`, which can't be trained here. Merge it into its base with PEFT.")
-    for key, theirs, ours in (("rank", config["r"], lora.rank), ("alpha", config["lora_alpha"], lora.alpha)):
+    for key, theirs, ours in (("rank", config.get("r"), lora.rank), ("alpha", config.get("lora_alpha"), lora.alpha)):
+        if theirs is None:
+            raise ValueError(f"{name} has no {key} in its `{ADAPTER_CONFIG}`. Give a folder as PEFT writes it.")
         if theirs != ours:
             raise ValueError(f"{name} has {key} {theirs}, but `lora.{key}` is {ours}. Set `lora.{key}: {theirs}`.")
     return config

@@ -8,8 +8,8 @@ from lightning.fabric.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.models.digests import DamagedFileError
-from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line
-from verl_lightning.models.pretrained import ForeignCodeError, read_tokenizer
+from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line, model_must_be_at
+from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_tokenizer
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -52,6 +52,9 @@ def _load(path: str) -> PreTrainedTokenizerBase:
     except (DamagedFileError, ForeignCodeError):
         raise
     except LIBRARY_ERRORS as error:
+        if Path(path, "config.json").is_file():
+            with model_must_be_at(path):  # what is wrong with the model's own settings says more
+                read_config(path)
         reason = (
             "is a folder without a tokenizer that can be loaded. Save one there with `tokenizer.save_pretrained`"
             if is_folder

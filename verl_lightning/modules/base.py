@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from verl_lightning.compat.lightning import hide_training_warnings
 from verl_lightning.compat.torch import hide_schedule_warning
-from verl_lightning.faults import NO_PREDICT
+from verl_lightning.faults import NO_PREDICT, told_of
 from verl_lightning.metrics import MetricTable
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
@@ -129,7 +129,8 @@ class PostTrainingModule(LightningModule):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer: pads on the left, has a chat template."""
-        return load_tokenizer(self.policy_config.path)
+        with told_of("model.actor"):
+            return load_tokenizer(self.policy_config.path)
 
     @cached_property
     def eos_token_ids(self) -> list[int]:

@@ -17,6 +17,7 @@ from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
+from verl_lightning.faults import told_of
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
 from verl_lightning.metrics import MetricTable, total
@@ -209,8 +210,10 @@ class PPOModule(SamplingModule):
     def configure_model(self) -> None:
         if self.actor is not None:
             return
-        make = self.contract.make_model
-        models = {role.name: make(role.config, role.head, trainable=role.trainable) for role in self.roles}
+        models = {}
+        for role in self.roles:
+            with told_of("model.critic.model" if role.name == "critic" else "model.actor"):
+                models[role.name] = self.contract.make_model(role.config, role.head, trainable=role.trainable)
         self.actor, self.critic = models["actor"], models.get("critic")
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from verl_lightning.faults import RunError
+from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
@@ -113,13 +113,14 @@ class SamplingModule(PostTrainingModule):
         self._check_lengths(stage)
         self._judge = Judge(self.reward_config, self.tokenizer)
         if self.contract.model_parallel_rank == 0:
-            self._judge.start()
-            self._judge.try_out(self._rows_to_try())
+            with told_of("model.reward"):
+                self._judge.start()
+                self._judge.try_out(self._rows_to_try())
 
     def _check_lengths(self, stage: str) -> None:
         """Refuse responses that are longer than the model reads, before it is built."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
-        with model_must_be_at(self.policy_config.path):
+        with told_of("model.actor"), model_must_be_at(self.policy_config.path):
             config = read_config(self.policy_config.path).get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         if longest is None or limit is None:

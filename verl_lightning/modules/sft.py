@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from verl_lightning.compat.lightning import hide_accumulation_warning
-from verl_lightning.faults import RunError
+from verl_lightning.faults import RunError, told_of
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric, MetricTable, masked_mean
 from verl_lightning.models.config import ModelConfig, check_no_rollout
@@ -108,7 +108,8 @@ class SFTModule(PostTrainingModule):
     @override
     def configure_model(self) -> None:
         if self.actor is None:
-            self.actor = self.contract.make_model(self.policy_config, "policy", trainable=True)
+            with told_of("model.actor"):
+                self.actor = self.contract.make_model(self.policy_config, "policy", trainable=True)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -22,6 +22,8 @@ from verl_lightning.needs import (
     missing_vllm,
     no_data,
     no_gpu,
+    unwritable_folder,
+    wrong_seed,
 )
 from verl_lightning.rewards.loading import check_exists
 
@@ -47,7 +49,9 @@ def obstacles(reading: Reading) -> Iterator[str]:
 
 
 def about_parts(reading: Reading) -> Iterator[str]:
-    """A run without a model or without data."""
+    """A run without a model or without data, or with a seed that is none."""
+    if isinstance(seed := reading.get("seed_everything"), int):
+        yield from told(wrong_seed(seed))
     if "model" not in reading.mentioned:
         yield "`verl-fit` needs `model`."
     module = reading.own_class("model")
@@ -92,6 +96,8 @@ def about_packages(reading: Reading) -> Iterator[str]:
 
 def about_files(reading: Reading) -> Iterator[str]:
     """Files and folders that are not there."""
+    if isinstance(path := reading.get("trainer.default_root_dir"), str):
+        yield from told(unwritable_folder(path))
     if isinstance(path := reading.get("ckpt_path"), str):
         yield from told(missing_checkpoint(path))
     if reading.own_class("model") is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_lightning.cli.deprecation import find_renamed
@@ -120,7 +121,7 @@ class Reading:
                 for item in value:
                     self._set(owner, key, kind.items, item)
                     self._forget(key)  # no flag reaches into the items of a list
-            elif isinstance(value, int | float) and kind == OptionType(parts=kind.parts, is_null=kind.is_null):
+            elif is_no_group(kind, value):
                 raise ValueError(group_got(key, kind.parts[0], value))
             elif not kind.takes(value):
                 raise ValueError(describe(Failure(key=key, expected=tuple(kind.texts), got=str(value)), (), (), ""))
@@ -190,6 +191,15 @@ class Reading:
         raise ValueError(describe(failure, known_keys, (), f"verl-fit {self.command} --help"))
 
 
+def is_no_group(kind: OptionType, value: Any) -> bool:
+    """Whether a value stands where there can be a group of settings only, or a file that holds them."""
+    if not kind.parts or kind != OptionType(parts=kind.parts, is_null=kind.is_null):
+        return False
+    if isinstance(value, str):
+        return not (value.endswith(FILES) or Path(value).is_file())
+    return value is not None or not kind.is_null
+
+
 def check_importable(key: str, name: str) -> None:
     """Refuses a class of a package that is not there.
 
@@ -202,7 +212,9 @@ def check_importable(key: str, name: str) -> None:
 
 
 def group_got(key: str, part: ClassSource, value: Any) -> str:
-    """What to write where a number stands in the place of a group of settings."""
+    """What to write where something else stands in the place of a group of settings."""
+    if value is None:
+        return f"`{key}` is a group of settings, got null. Leave it out, or set one of them below it."
     fits = (name for name, kind in (part.options or {}).items() if kind.is_simple and kind.takes(value))
     example = f", such as `--{key}.{next(fits, next(iter(part.options or {}), ''))} {value}`"
     return f"`{key}` is a group of settings, got {value}. Set one of them{example}."

@@ -71,7 +71,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:  # also a key that stands twice, and bytes that are no text
         raise ValueError(f"{where}{error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{where}expected settings, such as `trainer: {{max_steps: 10}}`, got something else.")
+        got = "nothing" if settings is None else "something else"
+        raise ValueError(f"{where}expected settings, such as `trainer: {{max_steps: 10}}`, got {got}.")
     return settings
 
 
