@@ -148,6 +148,8 @@ class Reading:
             self.classes[key] = chosen
 
     def _find(self, key: str, kind: OptionType, name: str) -> ClassSource | None:
+        if any(base.name == "Path" for base in kind.bases):  # a folder's name may have a dot
+            return None
         if "." in name:
             if not name.startswith((f"{PACKAGE}.", "lightning.")):
                 self.has_foreign_classes = True
