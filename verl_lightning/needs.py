@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 MEGATRON_VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
@@ -150,6 +151,12 @@ def wrong_seed(seed: int) -> str | None:
     if 0 <= seed < 2**32:
         return None
     return f"`seed_everything` must lie between 0 and {2**32 - 1}, got {seed}."
+
+
+def wrong_start(seed: object, root: str | Path) -> Iterator[str]:
+    """About a run's seed, and the folder that it is to write to."""
+    complaints = [wrong_seed(seed) if isinstance(seed, int) else None, unwritable_folder(str(root))]
+    yield from filter(None, complaints)
 
 
 def has_package(module: str) -> bool:

@@ -38,15 +38,7 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ending import ending_of
 from verl_lightning.modules.preemption import Preemption
 from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.needs import (
-    is_looked_up,
-    missing_checkpoint,
-    missing_strategy,
-    no_data,
-    no_gpu,
-    unwritable_folder,
-    wrong_seed,
-)
+from verl_lightning.needs import is_looked_up, missing_checkpoint, missing_strategy, no_data, no_gpu, wrong_start
 from verl_lightning.processes.exit_codes import FINISHED, Ending
 from verl_lightning.run_folders import (
     CONFIG_FILE,
@@ -204,7 +196,8 @@ class CLI(OpenCLI):
         )
         check_name(parser, settings, "trainer.profiler", ["simple", "advanced", "pytorch", "xla"])
         check_checkpoint(parser, settings.get("ckpt_path"), self._command)
-        check_machine(parser, settings)
+        for complaint in wrong_start(settings.get("seed_everything"), settings.trainer.default_root_dir or "."):
+            parser.error(complaint)
 
     def _read(
         self, parser: LightningArgumentParser, args: Sequence[str] | dict[str, Any]
@@ -342,15 +335,6 @@ def check_own_module(parser: LightningArgumentParser, settings: Namespace) -> No
         parser.error(no_data(chosen.__name__))
     strategy = settings.trainer.strategy
     if isinstance(strategy, str) and (complaint := missing_strategy(strategy, chosen.__name__)) is not None:
-        parser.error(complaint)
-
-
-def check_machine(parser: LightningArgumentParser, settings: Namespace) -> None:
-    """Refuse a seed that is none, and a folder that can't be written to."""
-    seed, root = settings.get("seed_everything"), settings.trainer.default_root_dir
-    if isinstance(seed, int) and (complaint := wrong_seed(seed)):
-        parser.error(complaint)
-    if complaint := unwritable_folder(str(root or Path.cwd())):
         parser.error(complaint)
 
 
