@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -20,6 +21,9 @@ from typing_extensions import override
 from verl_lightning.compat.lightning import OpenLauncher, OwnLauncherStrategy, process_group_backend
 from verl_lightning.processes import loopback, peers
 from verl_lightning.processes.exit_codes import ExitCode
+
+_LISTENED_ON: set[int] = set()
+"""Ports on which this process has made a store."""
 
 LINGER_SECONDS = 10.0
 """How long processes may go on after the one that has started them is done."""
@@ -111,9 +115,15 @@ def meet_on_loopback(
     os.environ.update({"MASTER_ADDR": loopback.ADDRESS, "MASTER_PORT": str(port)})
     listener: dict[str, Any] = {}
     if rank == 0:
-        listener["master_listen_fd"] = socket.create_server((loopback.ADDRESS, port), backlog=2048).detach()
+        try:
+            listener["master_listen_fd"] = socket.create_server((loopback.ADDRESS, port), backlog=2048).detach()
+        except OSError as error:
+            # A store of an earlier run of this process is kept by models that are still there. Torch shares it.
+            if error.errno != errno.EADDRINUSE or port not in _LISTENED_ON:
+                raise
+        _LISTENED_ON.add(port)
     make_store: Any = vars(dist)["TCPStore"]  # which torch does not export for type checkers
-    store = make_store(loopback.ADDRESS, port, world_size, rank == 0, timeout, **listener)
+    store = make_store(loopback.ADDRESS, port, world_size, rank == 0, timeout, multi_tenant=True, **listener)
     own_device = None if device.type == "cpu" else device
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own_device

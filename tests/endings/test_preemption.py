@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -27,6 +28,15 @@ LAYOUTS = {
     "ddp": (2, ["--strategy=ddp"]),
     "fsdp": (2, ["--strategy=fsdp", "--fsdp.async_save=true"]),
 }
+
+
+@pytest.fixture(autouse=True)
+def cancel_timers():
+    """Of runs in this process, which they would end once their grace is over."""
+    yield
+    for timer in threading.enumerate():
+        if isinstance(timer, threading.Timer):
+            timer.cancel()
 
 
 class TellAt(Callback):

@@ -178,7 +178,7 @@ def compare_weights(expected: Results, actual: Results, tolerance: float) -> Non
 
 def compare_measured(expected: Results, actual: Results, tolerances: dict[str, float]) -> None:
     """Sums, losses and, last, gradient norms of the probe's batches."""
-    assert actual["measured"].keys() == expected["measured"].keys()
+    assert actual["measured"].keys() >= expected["measured"].keys()  # several ranks can cut in more ways
     for name, (*losses, norm) in expected["measured"].items():
         *other_losses, other_norm = actual["measured"][name]
         assert other_losses == pytest.approx(losses, rel=tolerances["losses"]), name
