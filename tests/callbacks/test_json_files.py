@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from tests.runs import make_trainer
 from verl_lightning.callbacks import FinalValidation
 from verl_lightning.callbacks.json_files import to_json
 
@@ -20,13 +21,9 @@ def test_numbers_that_json_lacks_become_null():
 
 
 def test_a_final_validation_without_a_number_can_be_read(tmp_path):
-    class Trainer:
-        is_global_zero = True
-        loggers = ()
-
     callback = FinalValidation(str(tmp_path))
     callback._path, callback._metrics = tmp_path, {"val/reward": math.nan}
-    callback.on_fit_end(Trainer(), None)
+    callback.on_fit_end(make_trainer(tmp_path), None)
 
     kept = json.loads((tmp_path / "final_validation.json").read_text(), parse_constant=pytest.fail)
     assert kept["metrics"] == {"val/reward": None}

@@ -86,7 +86,7 @@ def test_adapters_do_not_load_on_another_base(tmp_path, tiny_folder, prompt_file
     other = write_tiny_folder(tmp_path / "other", seed=1)
     fit(tmp_path, prompt_file, lora_ppo(tiny_folder))
 
-    with pytest.raises(ValueError, match="adapters for another base than `path` of the actor"):
+    with pytest.raises(ValueError, match="adapters for another base than `model.actor.path`"):
         fit(tmp_path / "again", prompt_file, lora_ppo(other), ckpt_path=tmp_path / "step=2.ckpt")
 
 

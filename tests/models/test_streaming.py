@@ -117,7 +117,7 @@ def test_one_layer_is_held_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_told_of(tmp_path: Path) -> None:
     (write(tmp_path) / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no model could be loaded from `path: .*` .it has neither model.safetensors"):
+    with pytest.raises(ValueError, match="no model could be loaded from `path: .*` .the folder holds no weights"):
         stream_scorer(make_model_config(tmp_path), "policy", trainable=True)
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="no model could be loaded|Unrecognized model"):
