@@ -13,7 +13,7 @@ RELATIVE_NOISE = 1e-6
 
 
 class GroupStatistics(NamedTuple):
-    """What each sample's group looks like; every field has one entry per sample. In float64.
+    """Statistics of each sample's group, in float64; every field has one entry per sample.
 
     Squares of float32 numbers overflow above 1.8e19, and sums of them may; those of float64 never do.
     """
@@ -25,7 +25,7 @@ class GroupStatistics(NamedTuple):
     """Unbiased standard deviation, in units of reward; 0 for fewer than two samples."""
 
     size: Int[Tensor, " batch"]
-    """Valid samples of the group."""
+    """Number of valid samples of the group."""
 
     has_signal: Bool[Tensor, " batch"]
     """True for valid samples of a group whose rewards differ; everything else gets advantage 0."""
@@ -34,7 +34,7 @@ class GroupStatistics(NamedTuple):
 def group_members(
     group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
 ) -> tuple[Bool[Tensor, "groups batch"], Int[Tensor, " batch"]]:
-    """Who belongs to which group.
+    """Finds the members of each group.
 
     Args:
         group_index: Any integers; equal for the samples of one group.
@@ -53,7 +53,7 @@ def group_sum(
     """Sum over the valid samples of each sample's group, in float64.
 
     Args:
-        x: Of the samples, in any unit. Ignored where not valid.
+        x: Values of the samples, in any unit. Ignored where not valid.
         group_index: Any integers; equal for the samples of one group.
         valid: False on samples that belong to no group.
 
@@ -72,7 +72,7 @@ def group_statistics(
     A table of groups by samples, not a scatter: sums are then the same on every run of a GPU.
 
     Args:
-        rewards: Of the samples, in units of reward. Ignored where not valid.
+        rewards: Rewards of the samples, in units of reward. Ignored where not valid.
         group_index: Any integers; equal for the samples of one group. Groups may have any size and order.
         valid: False on samples that belong to no group: failed rewards, nothing to train on.
 
@@ -99,10 +99,10 @@ def group_statistics(
 def num_groups_without_signal(
     rewards: Float[Tensor, " batch"], group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
 ) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
-    """How many groups teach nothing because their rewards are all alike, and how many groups there are.
+    """Counts the groups that teach nothing because their rewards are all alike, and all groups.
 
     Args:
-        rewards: Of the samples, in units of reward. Ignored where not valid.
+        rewards: Rewards of the samples, in units of reward. Ignored where not valid.
         group_index: Any integers; equal for the samples of one group.
         valid: False on samples that belong to no group.
 

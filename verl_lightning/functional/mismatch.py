@@ -1,4 +1,4 @@
-"""How far the engine's policy is from the trainer's on the tokens that it drew: ratios, weights and divergences."""
+"""Mismatch of the trainer's and the engine's policy on the tokens the engine drew: ratios, weights, divergences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def mismatch_log_ratio(
     rollout_log_probs: Float[Tensor, "batch response"],
     response_mask: Bool[Tensor, "batch response"],
 ) -> Float[Tensor, "batch response"]:
-    """How much likelier the trainer thinks each token than the engine that drew it, clamped to 20 nats either way.
+    """Log-ratio of the trainer's to the engine's probability of each token, clamped to 20 nats either way.
 
     Computes::
 
@@ -97,7 +97,7 @@ def mismatch_k3(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "ba
 def weight_moments(
     weights: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
 ) -> Float[Tensor, " 3"]:
-    """What `effective_sample_size` needs to know of some of a batch's tokens; those of all parts add up.
+    """Sums over some of a batch's tokens that `effective_sample_size` needs; those of all parts add up.
 
     Args:
         weights: Importance weights on response tokens.
@@ -111,7 +111,7 @@ def weight_moments(
 
 
 def effective_sample_size(moments: Float[Tensor, " 3"]) -> Float[Tensor, ""]:
-    """How many of the tokens the weighted ones are worth, as a share.
+    """Effective sample size of weighted tokens, as a share of their number.
 
     Computes::
 
@@ -131,7 +131,7 @@ def effective_sample_size(moments: Float[Tensor, " 3"]) -> Float[Tensor, ""]:
 
 
 def probability_error(log_ratio: Float[Tensor, "batch response"]) -> Float[Tensor, "batch response"]:
-    """By which factor trainer and engine disagree about each token, in either direction.
+    """Factor by which trainer and engine disagree about the probability of each token, in either direction.
 
     Args:
         log_ratio: `mismatch_log_ratio`, in nats.

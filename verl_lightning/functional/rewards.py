@@ -1,4 +1,4 @@
-"""Where rewards go: onto which token, and what is taken off for length or distance from the reference."""
+"""Placement of rewards on tokens, and penalties for length and for distance from the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def place_sequence_rewards(
     """Puts each response's reward on its last trainable token.
 
     Args:
-        rewards: Of the whole responses, in units of reward.
+        rewards: Rewards of the whole responses, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
 
     Returns:
@@ -35,8 +35,8 @@ def overlong_penalty(
 
     Args:
         response_lengths: Tokens of each response.
-        max_length: The length limit, tokens.
-        buffer_length: Over how many tokens before the limit the penalty grows, at least 1.
+        max_length: The length limit, in tokens.
+        buffer_length: Number of tokens before the limit over which the penalty grows, at least 1.
         factor: The penalty at the limit, in units of reward.
 
     Returns:
@@ -66,7 +66,7 @@ def subtract_kl(
         token_rewards: Reward of each token, in units of reward.
         kl: Per-token estimate of the KL from the reference, in nats. Constant.
         response_mask: True on response tokens; False on tool output and padding.
-        coef: Reward per nat.
+        coef: Weight of the penalty, in units of reward per nat.
 
     Returns:
         In units of reward on response tokens, 0 elsewhere.

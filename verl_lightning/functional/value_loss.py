@@ -1,4 +1,4 @@
-"""What the critic minimises, and how well it explains the returns."""
+"""The critic's loss, and the share of the returns' variance that its values explain."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def clipped_value_loss(
         loss_t = 0.5 * max((values_t - returns_t)**2, (clipped_t - returns_t)**2)
 
     Args:
-        values: Of the critic in training, in units of reward. Carries the gradient.
-        old_values: Of the critic before this batch's first step, in units of reward. Constant.
-        returns: What the critic should predict, in units of reward. Constant.
+        values: Values of the critic in training, in units of reward. Carries the gradient.
+        old_values: Values of the critic before this batch's first step, in units of reward. Constant.
+        returns: Targets of the critic, in units of reward. Constant.
         response_mask: True on response tokens; False on tool output and padding.
         clip: How far a value may move from its old one, in units of reward; ``inf`` for the plain squared error.
 
@@ -51,9 +51,9 @@ def value_clip_indicator(
     """1 on the tokens where clipping decides `clipped_value_loss`; its mean is the clip fraction.
 
     Args:
-        values: Of the critic in training, in units of reward.
-        old_values: Of the critic before this batch's first step, in units of reward.
-        returns: What the critic should predict, in units of reward.
+        values: Values of the critic in training, in units of reward.
+        old_values: Values of the critic before this batch's first step, in units of reward.
+        returns: Targets of the critic, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
         clip: How far a value may move from its old one, in units of reward.
 
@@ -69,15 +69,15 @@ def explained_variance_moments(
     returns: Float[Tensor, "batch response"],
     response_mask: Bool[Tensor, "batch response"],
 ) -> Float[Tensor, " 5"]:
-    """What `explained_variance` needs to know of some of a batch's tokens; those of all parts add up.
+    """Sums over some of a batch's tokens that `explained_variance` needs; those of all parts add up.
 
     Args:
-        values: Of the critic, in units of reward.
-        returns: What it should have predicted, in units of reward.
+        values: Values of the critic, in units of reward.
+        returns: Targets of the critic, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
 
     Returns:
-        Number of tokens, then sum and sum of squares of the returns and of what the critic missed; in float64.
+        Number of tokens, then sum and sum of squares of the returns and of the critic's errors; in float64.
     """
     count = response_mask.sum().double()
     returns = returns.double()

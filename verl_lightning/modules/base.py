@@ -1,4 +1,4 @@
-"""What PPO and SFT have in common: a tokenizer, the strategy's contract, phases, schedules and safe checkpoints."""
+"""The base of PPO and SFT: a tokenizer, the strategy's contract, phases, schedules and safe checkpoints."""
 
 from __future__ import annotations
 
@@ -156,21 +156,21 @@ class PostTrainingModule(LightningModule):
 
     @cached_property
     def base_fingerprints(self) -> dict[str, str]:
-        """What tells the frozen weights under each role's adapters from others; empty without adapters. Collective."""
+        """Fingerprints of the frozen weights under each role's adapters; empty without adapters. Collective."""
         models = self._models().items()
         return {name: model.base_fingerprint() for name, model in models if has_adapters(model.backbone)}
 
     @cached_property
     def identities(self) -> dict[str, Identity]:
-        """What the run depends on and no checkpoint holds; another one is refused when it goes on. Collective."""
+        """Identities of what the run needs and no checkpoint holds; a resumed run refuses others. Collective."""
         return self.find_identities()
 
     def find_identities(self) -> dict[str, Identity]:
-        """The same, found anew. Collective."""
+        """Finds the `identities` anew. Collective."""
         return tokenizer_identities(self.tokenizer, self.policy_config.path)
 
     def told_settings(self) -> dict[str, Any]:
-        """Settings by the user's keys that are told when a run goes on with others."""
+        """Returns the settings, by the user's keys, whose changes are reported when a run is resumed."""
         return training_settings(self.roles)
 
     @property
@@ -195,7 +195,7 @@ class PostTrainingModule(LightningModule):
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step may have several such passes."""
+        """True if an optimizer step may have several forward and backward passes."""
         return True
 
     @property
@@ -208,7 +208,7 @@ class PostTrainingModule(LightningModule):
 
     @cached_property
     def work(self) -> list[Work]:
-        """What each phase computes for a token, from which its use of the devices follows: one model in training."""
+        """Matrix products of each phase, from which its use of the devices follows: one model in training."""
         return [training_work("actor", "step", self.policy)]
 
     @contextmanager
@@ -228,7 +228,7 @@ class PostTrainingModule(LightningModule):
 
     @property
     def _phase_listeners(self) -> tuple[list[PhaseListener], list[PhaseEndListener]]:
-        """Callbacks that hear of phases; asked for once a list of callbacks, as `isinstance` of protocols is slow."""
+        """Callbacks that hear of phases; found once per list of callbacks, as `isinstance` of protocols is slow."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         key = tuple(map(id, callbacks))
         if self._listeners is None or self._listeners[0] != key:
@@ -240,13 +240,13 @@ class PostTrainingModule(LightningModule):
         return self._listeners[1]
 
     def take_timings(self) -> dict[str, float]:
-        """Seconds and memory of each phase since the last call and of all that time, over ranks. Collective."""
+        """Seconds and memory, over ranks, of each phase since the last call and of all that time. Collective."""
         table = MetricTable()
         table.add(span_metrics(self.clock.take()))
         return table.reduce(self.contract.gather_over_data_parallel)
 
     def print_table(self, table: Table) -> None:
-        """Show a table to people, on one rank, above the progress bar."""
+        """Shows a table to people, on one rank, above the progress bar."""
         console = Console(width=100)
         with console.capture() as capture:
             console.print(table)
@@ -255,7 +255,7 @@ class PostTrainingModule(LightningModule):
     @classmethod
     @override
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Refuse, with what to use instead: a checkpoint has no settings, and models are built under a strategy.
+        """Refuses, with what to use instead: a checkpoint has no settings, and models are built under a strategy.
 
         Raises:
             MisconfigurationException: Always.
@@ -298,7 +298,7 @@ class PostTrainingModule(LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
 
     def check_callback(self, callback: Callback) -> None:
-        """Refuse a callback that would do nothing, or harm, in silence.
+        """Refuses a callback that would do nothing, or harm, in silence.
 
         Raises:
             MisconfigurationException: With what to use instead.
@@ -333,7 +333,7 @@ class PostTrainingModule(LightningModule):
         self._end_if_told()
 
     def _end_if_told(self) -> None:
-        """After all callbacks, of which each has its state for the checkpoint then. Collective."""
+        """Ends a run that was told to stop; after all callbacks, so that a checkpoint has their state. Collective."""
         if preemption := preemption_of(self.trainer):
             preemption.end_if_told(self.trainer)
 
@@ -386,7 +386,7 @@ class PostTrainingModule(LightningModule):
         check_identities(checkpoint.get(IDENTITIES_KEY, {}), self.identities)
 
     def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:
-        """One entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
+        """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
         optimizer = self.contract.make_optimizer(model, config.optim)
         schedule = make_schedule(optimizer, config.optim, self.trainer.max_steps)
         return {

@@ -11,7 +11,7 @@ from verl_lightning.modules.ppo_config import UpdateConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How one PPO iteration is cut."""
+    """Division of one PPO iteration into mini-batches and micro-batches."""
 
     prompts_per_step: int
     """Prompts of an iteration, over all ranks."""
@@ -59,14 +59,14 @@ class BatchPlan:
 
     @property
     def micro_batches_per_mini_batch(self) -> int | None:
-        """Forward and backward passes of an optimizer step on one rank; None where lengths will tell."""
+        """Forward and backward passes of an optimizer step on one rank; None where the sequences' lengths decide."""
         if self.update.max_tokens_per_micro_batch is not None:
             return None
         return -(-self.mini_batch_sequences_per_rank // self.update.micro_batch_size)
 
     @property
     def micro_batches(self) -> str:
-        """How many of which size, for people."""
+        """Number and size of the micro-batches of a mini-batch on one rank, for people."""
         if (budget := self.update.max_tokens_per_micro_batch) is not None:
             return f"as many as lengths need x {budget} tokens"
         size = min(self.update.micro_batch_size, self.mini_batch_sequences_per_rank)
@@ -83,7 +83,7 @@ class BatchPlan:
         return self.mini_batches_per_epoch * self.update.epochs
 
     def table(self) -> Table:
-        """For people."""
+        """Returns the plan as a table for people."""
         mini, ranks = self.update.mini_batch_size * self.num_samples, self.data_parallel_size
         rows = {
             "prompts per step, all ranks": self.prompts_per_step,

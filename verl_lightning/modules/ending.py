@@ -18,15 +18,15 @@ class EndsRuns(Protocol):
 
     @property
     def ending(self) -> Ending | None:
-        """Why it has stopped this run; None if it has not."""
+        """Reason for which the callback has stopped this run; None if it has not."""
 
 
 def ending_of(trainer: Trainer, error: BaseException | None = None) -> Ending:
-    """Why a fit has ended.
+    """Tells why a fit has ended.
 
     Args:
-        trainer: Whose.
-        error: What it was ended by; None if it came to its end.
+        trainer: Trainer of the fit.
+        error: Exception that ended the fit; None if it came to its end.
     """
     if isinstance(error, Preempted):
         told = preemption_of(trainer)
@@ -46,7 +46,7 @@ def ending_of(trainer: Trainer, error: BaseException | None = None) -> Ending:
 
 
 def _is_out_of_time(callbacks: Sequence[Callback]) -> bool:
-    """Whether the run has taken ``trainer.max_time``, which is an end as planned as ``max_steps``."""
+    """Tells whether the run has taken ``trainer.max_time``, which is an end as planned as ``max_steps``."""
     timers = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in timers)
 

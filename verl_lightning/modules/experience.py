@@ -32,7 +32,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """What the models of an iteration say of the tokens of its rollout: see `Scores`."""
+    """Scores of the rollout's tokens by the models of an iteration: see `Scores`."""
 
     log_probs: Float[Tensor, "batch response"]
     ref_log_probs: Float[Tensor, "batch response"] | None
@@ -58,34 +58,34 @@ class ExperienceMaker:
     """The frozen reference; None when it is the actor without its adapters."""
 
     advantage: AdvantageEstimator
-    """Which advantages."""
+    """Estimator of the advantages."""
 
     kl: KLConfig | None
-    """None when no reference is asked."""
+    """Options of the KL penalty; None when no reference is asked."""
 
     splitter: BatchSplitter
     """Cuts what is scored at once on a rank."""
 
     corrections: Sequence[RolloutCorrection]
-    """For the difference between the engine's policy and the trainer's; none leaves it alone."""
+    """Corrections for the difference between the engine's policy and the trainer's; empty leaves it alone."""
 
     old_log_probs: Literal["trainer", "engine"]
-    """Whose log-probs the ratios compare with."""
+    """Source of the log-probs that the ratios compare with."""
 
     mask_truncated: bool
-    """Whether truncated responses are left out of training."""
+    """True if truncated responses are left out of training."""
 
     phase: Phase
-    """Marks and times what is done."""
+    """Context manager that marks and times a phase."""
 
     def make(
         self, rollout: Rollout, reward_result: RewardResult, greedy: RewardResult | None, kl_coef: float
     ) -> tuple[Experience, dict[str, Metric]]:
-        """The experience and its metrics. Collective.
+        """Makes the experience and its metrics. Collective.
 
         Args:
             rollout: Sampled responses.
-            reward_result: Their rewards.
+            reward_result: Rewards of the responses.
             greedy: Rewards of greedy responses to the same prompts, for estimators that need them.
             kl_coef: Current weight of the KL penalty.
         """
@@ -123,7 +123,7 @@ class ExperienceMaker:
         return experience, metrics
 
     def _scored(self, rollout: Rollout) -> _Scored:
-        """What each model says of the rollout."""
+        """Scores the rollout with each model."""
         policy = self._policy_scores(rollout)
         assert policy.log_probs is not None
         with self.phase("ref"):
@@ -141,7 +141,7 @@ class ExperienceMaker:
     def _token_rewards(
         self, reward_result: RewardResult, scored: _Scored, mask: Tensor, kl_coef: float
     ) -> tuple[Float[Tensor, "batch response"], dict[str, Metric]]:
-        """Rewards at the tokens that they are for, less the KL penalty if it is one of them."""
+        """Places rewards on tokens, less the KL penalty where it is taken from them; with metrics."""
         token_rewards = place_sequence_rewards(reward_result.rewards, mask)
         metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
         if self.kl is not None and scored.ref_log_probs is not None:
@@ -154,7 +154,7 @@ class ExperienceMaker:
     def _experience(
         self, rollout: Rollout, scored: _Scored, outputs: AdvantageOutputs, mask: Tensor, corrected: Corrected
     ) -> Experience:
-        """The rollout with what is known of each token."""
+        """Joins the rollout with its tokens' scores, advantages and loss weights."""
         trained = corrected.response_mask
         if self.mask_truncated:
             trained = trained & ~rollout.is_truncated[:, None]
@@ -173,7 +173,7 @@ class ExperienceMaker:
         )
 
     def _mismatch(self, of_tokens: dict[str, Tensor], corrected: Corrected, mask: Tensor) -> dict[str, Metric]:
-        """How far engine and trainer differ, over all ranks; empty where the trainer has not scored the responses."""
+        """Mismatch of engine and trainer, over all ranks; empty where the trainer has not scored the responses."""
         if self.old_log_probs == "engine":
             return {}
         moments = self.contract.sum_over_data_parallel(weight_moments(corrected.weights, mask))
@@ -182,7 +182,7 @@ class ExperienceMaker:
         return metrics | {"rollout_corr/effective_sample_size": size}
 
     def _explained_variance(self, experience: Experience) -> dict[str, Metric]:
-        """How well the values foretold the returns, over all ranks; empty without values."""
+        """Share of the returns' variance that the values explain, over all ranks, as a metric; empty without values."""
         if experience.values is None or experience.returns is None:
             return {}
         moments = explained_variance_moments(experience.values, experience.returns, experience.response_mask)
@@ -194,7 +194,7 @@ class ExperienceMaker:
         return split.join(self.contract.forward(model, split.parts, with_entropy=with_entropy))
 
     def _policy_scores(self, rollout: Rollout) -> Scores:
-        """The policy's own, or the engine's log-probs alone."""
+        """Scores by the policy, or the engine's log-probs alone."""
         if self.old_log_probs == "engine":
             return Scores(log_probs=rollout.rollout_log_probs)
         with self.phase("old_log_prob"):
@@ -216,7 +216,7 @@ class ExperienceMaker:
             return self._score(self.actor, rollout).log_probs
 
     def _whiten(self, advantages: Tensor, mask: Tensor) -> Float[Tensor, "batch response"]:
-        """Whitened over all ranks."""
+        """Whitens the advantages over the tokens of all ranks."""
         reduce, like = self.contract.sum_over_data_parallel, advantages
         advantages = torch.where(mask, advantages, 0.0).double()  # float32 squares and sums may overflow
         count = reduce(mask.sum())
@@ -229,7 +229,7 @@ class ExperienceMaker:
 
 
 def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:
-    """What an iteration learnt from, under the names that verl's users know."""
+    """Metrics of an iteration's experience, under the names that verl's users know."""
     mask = experience.response_mask
     rows = mask.any(-1)
     width = rollout.response_mask.shape[1]

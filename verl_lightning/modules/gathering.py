@@ -23,7 +23,7 @@ class GatherGroups(Callback):
     """Holds the groups with signal that wait for enough others.
 
     Args:
-        config: How many batches an iteration may take.
+        config: Limit on the batches of an iteration.
     """
 
     def __init__(self, config: DynamicSamplingConfig) -> None:
@@ -35,7 +35,7 @@ class GatherGroups(Callback):
         """Take the groups with signal of one more batch. Collective.
 
         Args:
-            module: In its training step.
+            module: Module in its training step.
             scored: The batch, on this rank.
 
         Returns:

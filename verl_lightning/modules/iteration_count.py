@@ -25,8 +25,8 @@ class IterationCount:
         """Begin to count, at the start of training.
 
         Args:
-            trainer: Whose training.
-            gathers: Whether it goes on within an iteration.
+            trainer: Trainer whose training starts.
+            gathers: True if training goes on within an iteration.
         """
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._log(trainer, gathers=gathers)
@@ -36,8 +36,8 @@ class IterationCount:
         """Tell Lightning where it stands, before its callbacks and loggers look at the batch.
 
         Args:
-            trainer: In a training step.
-            gathers: Whether the iteration needs more batches.
+            trainer: Trainer in a training step.
+            gathers: True if the iteration needs more batches.
         """
         self._log(trainer, gathers=gathers)
         log_under_step(trainer, trainer.global_step - 1)  # Lightning adds 1 after the batch

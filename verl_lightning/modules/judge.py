@@ -28,13 +28,13 @@ _OWN_COLUMNS = {"prompt", "data_source", "reward_model", "extra_info"}
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """What the reward function said about a rollout's responses."""
+    """Rewards that the reward function gave to a rollout's responses."""
 
     responses: list[str]
     """The responses as text."""
 
     rewards: Float[Tensor, " batch"]
-    """0 where there is none."""
+    """Reward of each response; 0 where there is none."""
 
     is_valid: Bool[Tensor, " batch"]
     """False where the reward function failed or nothing can be trained on: such rows count in nothing."""
@@ -58,7 +58,7 @@ class RewardResult:
         return [reward if is_valid else None for reward, is_valid in known]
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """Returns the same result on another device."""
         return replace(
             self,
             rewards=self.rewards.to(device),
@@ -74,7 +74,7 @@ class RewardResult:
         return metrics
 
     def failures(self) -> dict[str, Metric]:
-        """How many responses got no reward."""
+        """Counts the responses that got no reward, by cause."""
         counts = {"errors": self.num_errors, "timeouts": self.num_timeouts, "none": self.num_none}
         return {f"reward/{name}": total(float(count)) for name, count in counts.items()}
 
@@ -94,7 +94,7 @@ class Judge:
         self._has_warned = False
 
     def start(self) -> None:
-        """Start the workers.
+        """Starts the workers.
 
         Raises:
             ValueError: If the reward function does not import.
@@ -102,11 +102,11 @@ class Judge:
         self._pool.start()
 
     def stop(self) -> None:
-        """End the workers."""
+        """Ends the workers."""
         self._pool.stop()
 
     def try_out(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Have the reward function judge made-up responses to each row, and tell what it makes of them.
+        """Has the reward function judge made-up responses to each row, and tells what rewards they got.
 
         Raises:
             ValueError: If it has a fault that no response is to blame for, such as a wrong signature or return type.
@@ -123,7 +123,7 @@ class Judge:
             rank_zero_info(note)
 
     def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
-        """Score every response.
+        """Scores every response.
 
         Args:
             rollout: Sampled responses.
@@ -151,7 +151,7 @@ class Judge:
         )
 
     def _warn_of_scale(self, rewards: Sequence[float | None], prompts: Sequence[int]) -> None:
-        """Tell once of rewards whose differences get lost."""
+        """Warns once of rewards whose differences get lost."""
         if not self._has_warned and (warning := scale_warning(rewards, prompts)) is not None:
             self._has_warned = True
             rank_zero_warn(f"The reward `function: {self._config.function}` {warning}")
@@ -163,11 +163,11 @@ class Judge:
 
 
 def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> str | None:
-    """What is wrong with the scale of rewards; None if nothing is.
+    """Tells what is wrong with the scale of rewards; None if nothing is.
 
     Args:
-        rewards: As the function returned them; None where there is none.
-        prompts: Which prompt each response answers.
+        rewards: Rewards as the function returned them; None where there is none.
+        prompts: Index of the prompt that each response answers.
     """
     groups: defaultdict[int, list[float]] = defaultdict(list)
     for reward, prompt in zip(rewards, prompts, strict=True):
@@ -194,7 +194,7 @@ def _relative_spread(rewards: Sequence[float]) -> float:
 
 
 def make_sample(row: dict[str, Any], response: str, is_truncated: bool) -> RewardSample:
-    """What the reward function sees of a row; unknown columns reach it in ``extra_info``."""
+    """Makes the reward function's input from a row and a response; unknown columns go into ``extra_info``."""
     others = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
     return RewardSample(
         response=response,

@@ -54,7 +54,7 @@ class Learner:
     """Cuts mini-batches into micro-batches."""
 
     plan: BatchPlan
-    """Sizes of everything."""
+    """Sizes and numbers of the iteration's batches."""
 
     roles: Mapping[str, Role]
     """``actor``, and ``critic`` where it is a model of its own."""
@@ -66,26 +66,26 @@ class Learner:
     """Options of the value loss."""
 
     kl: KLConfig | None
-    """A penalty in the loss, or None."""
+    """KL penalty in the loss; None without one."""
 
     kl_coef: float
-    """Its current weight."""
+    """Current weight of the KL penalty."""
 
     max_response_length: int
     """The fixed length of ``seq-mean-token-sum-norm``, in tokens."""
 
     warms_up_critic: bool
-    """Whether the actor rests in this iteration."""
+    """True if the actor rests in this iteration and the critic learns alone."""
 
     phase: Callable[[str], AbstractContextManager[None]]
-    """Marks and times what is done."""
+    """Context manager that marks and times a phase."""
 
     def learn(self, experience: Experience, table: MetricTable) -> None:
-        """Take every step; the last one is counted. Collective.
+        """Takes every optimizer step; only the last one moves ``trainer.global_step``. Collective.
 
         Args:
-            experience: This rank's responses.
-            table: Gets the metrics.
+            experience: Experience of this rank's responses.
+            table: Table that gets the metrics.
         """
         mini_batches = list(self._mini_batches(with_lengths([experience])[0]))
         updates = [*self._critic_updates(mini_batches, table), *self._actor_updates(mini_batches, table)]
@@ -93,7 +93,7 @@ class Learner:
             update(index + 1 == len(updates))
 
     def _mini_batches(self, experience: Experience) -> Iterator[MiniBatch]:
-        """The same prompts together for any number of ranks."""
+        """Yields mini-batches, which hold the same prompts for any number of ranks."""
         size = self.plan.mini_batch_sequences_per_rank
         parts = [experience.select(slice(start, start + size)) for start in range(0, len(experience), size)]
         masks = [part.response_mask for part in parts]

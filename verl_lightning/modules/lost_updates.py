@@ -33,11 +33,11 @@ class WarnOfLostUpdates(Callback):
 
 
 def changeable_share(parameters: list[Tensor], lr: float) -> float:
-    """The share of values that another one is stored for when AdamW's first step, as large as the rate, is added.
+    """Share of values whose stored number changes when AdamW's first step, as large as the learning rate, is added.
 
     Args:
-        parameters: What an optimizer steps; of sharded ones this rank's part is looked at.
-        lr: The rate.
+        parameters: Parameters of an optimizer; of sharded ones this rank's part is looked at.
+        lr: The learning rate.
     """
     total, changed = 0, 0.0
     for parameter in parameters:

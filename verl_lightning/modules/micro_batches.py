@@ -27,7 +27,7 @@ class SplitBatch(Generic[BatchT]):
     """The micro-batches, each cut to its longest prompt and response."""
 
     order: Tensor | None
-    """Which row of the batch each row of them is, in their order; None where they follow one another."""
+    """Row of the batch for each row of the micro-batches, in their order; None where rows keep the batch's order."""
 
     width: int
     """Response columns of the batch."""
@@ -49,7 +49,7 @@ class BatchSplitter:
     """Splits batches for one model: by a number of sequences, or by a budget of tokens."""
 
     contract: PostTrainingStrategy
-    """Knows the other ranks, which must make as many passes."""
+    """Strategy that reaches the other ranks, which must make as many passes."""
 
     micro_batch_size: int
     """Most sequences of a micro-batch, where there is no budget."""
@@ -58,11 +58,11 @@ class BatchSplitter:
     """Most tokens of a micro-batch; None splits by sequences."""
 
     def split(self, model: TokenScorer, batches: Sequence[BatchT]) -> list[SplitBatch[BatchT]]:
-        """Split batches, each in as many micro-batches on every rank if there is a budget. Collective.
+        """Splits batches, each into as many micro-batches on every rank if there is a budget. Collective.
 
         Args:
-            model: That will score them.
-            batches: This rank's; every rank has as many.
+            model: Model that will score the batches.
+            batches: Batches of this rank; every rank has as many.
 
         Raises:
             ValueError: On every rank, if a sequence of any rank does not fit into the budget.

@@ -17,10 +17,10 @@ KNOWN = ("lightning", "pytorch_lightning", "verl_lightning")
 
 
 def check_monitors(callbacks: Sequence[Callback], module: PostTrainingModule) -> None:
-    """Look at what each callback monitors before the run begins; Lightning does after the first validation.
+    """Checks what each callback monitors before the run begins; Lightning does after the first validation.
 
     Raises:
-        MisconfigurationException: With the closest name.
+        MisconfigurationException: If nothing logs what a callback monitors; with the closest name.
     """
     names = module.validation_metrics
     parts = [*map(type, callbacks), type(module)]
@@ -36,9 +36,9 @@ def unknown_monitor(callback: Callback, monitor: str, names: Collection[str]) ->
     """Says that nothing logs what a callback monitors, and what comes closest.
 
     Args:
-        callback: It.
+        callback: Callback that monitors the metric.
         monitor: Name of the metric.
-        names: Of metrics that are logged.
+        names: Names of the metrics that are logged.
     """
     close = difflib.get_close_matches(monitor, names, n=1)
     hint = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(f'`{name}`' for name in sorted(names))}."

@@ -22,7 +22,7 @@ class Normalizer:
     """Turns token losses into this micro-batch's share of the loss of a whole optimizer step."""
 
     aggregation: Aggregation
-    """How."""
+    """Aggregation of token losses into one number."""
 
     num_tokens: Tensor
     """Response tokens of the step on all ranks."""
@@ -60,16 +60,16 @@ class PolicyObjective:
     """Totals of the optimizer step."""
 
     kl: KLConfig | None
-    """A penalty in the loss, or None."""
+    """KL penalty in the loss; None without one."""
 
     kl_coef: float
-    """Its current weight."""
+    """Current weight of the KL penalty."""
 
     entropy_coef: float
     """Weight of the entropy bonus."""
 
     is_on_policy: bool
-    """Whether the policy has not been updated since the responses were scored: its ratios must be 1."""
+    """True if the policy has not been updated since the responses were scored: its ratios must be 1."""
 
     def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
         """This micro-batch's share of the loss."""

@@ -84,7 +84,7 @@ PHASES = (
     METRICS,
     SAVE_CHECKPOINT,
 )
-"""Of an iteration with all its parts, in their order."""
+"""Phases of an iteration with all its parts, in their order."""
 
 
 class PPOModule(SamplingModule):
@@ -92,17 +92,17 @@ class PPOModule(SamplingModule):
 
     Args:
         actor: The policy.
-        reward: What judges responses.
-        advantage: How rewards become advantages, such as ``GAE`` or ``GRPO``.
+        reward: Reward function that judges responses, and its limits.
+        advantage: Estimator that turns rewards into advantages, such as ``GAE`` or ``GRPO``.
         policy_loss: Loss of each response token.
         critic: The value model; for estimators that need one, null otherwise.
         kl: Penalty for leaving a frozen reference; null needs no reference.
-        corrections: For the difference between the engine's policy and the trainer's, such as
+        corrections: Corrections for the difference between the engine's policy and the trainer's, such as
             ``TruncatedImportanceSampling``; applied side by side.
-        shaping: What long responses cost.
+        shaping: Cost of long responses.
         dynamic_sampling: Train on groups with signal only; null trains on all.
-        update: How responses become optimizer steps.
-        validation: What is measured on validation prompts.
+        update: Division of an iteration's responses into optimizer steps.
+        validation: Metrics of validation prompts.
 
     Raises:
         ValueError: If the parts don't fit one another.
@@ -148,7 +148,7 @@ class PPOModule(SamplingModule):
 
     @property
     def needs_greedy_rollout(self) -> bool:
-        """Whether the advantages compare with a greedy response to each prompt."""
+        """True if the advantages compare with a greedy response to each prompt."""
         return self.advantage.needs_greedy
 
     @property
@@ -177,7 +177,7 @@ class PPOModule(SamplingModule):
     @cached_property
     @override
     def work(self) -> list[Work]:
-        """Of the actor, the reference and the critic."""
+        """Matrix products of the actor, the reference and the critic."""
         reference = self._reference[0] if self._reference else self.policy
         work = [
             training_work("actor", "update_actor", self.policy).times(self.update.epochs),
@@ -305,7 +305,7 @@ class PPOModule(SamplingModule):
         ).reward_result
 
     def _shaped(self, scored: ScoredRollout) -> ScoredRollout:
-        """The rollout with what its length costs."""
+        """Adds the penalty for long responses to their rewards."""
         if not self.shaping.overlong_buffer:
             return scored
         penalty = overlong_penalty(
@@ -362,7 +362,7 @@ class PPOModule(SamplingModule):
         )
 
     def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
-        """Log what happened, then steer the KL weight and the learning rates."""
+        """Logs the iteration's metrics, then steers the KL weight and the learning rates."""
         with self.phase(METRICS):
             metrics = table.reduce(self.contract.gather_over_data_parallel)
         metrics |= self.take_timings()

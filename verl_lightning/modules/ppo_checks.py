@@ -1,4 +1,4 @@
-"""What PPO refuses before its first step: parts that don't fit one another, and options without effect."""
+"""Checks before PPO's first step: refuse parts that don't fit one another, and options without effect."""
 
 from __future__ import annotations
 

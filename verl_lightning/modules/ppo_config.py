@@ -20,7 +20,7 @@ class KLConfig:
     """Weight of the penalty; the first weight when ``target`` is given."""
 
     place: Literal["loss", "reward"] = "loss"
-    """Whether it is added to the loss of each token or taken from the reward of each token."""
+    """Place of the penalty: added to the loss of each token, or taken from the reward of each token."""
 
     estimator: KLEstimator = "k3_straight_through"
     """Estimates the KL of each token, in nats. In the loss, k1, k3 and abs have wrong gradients; the straight-through
@@ -52,7 +52,7 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """How an iteration's responses become optimizer steps."""
+    """Division of an iteration's responses into optimizer steps."""
 
     mini_batch_size: int = 64
     """Prompts of one optimizer step, over all ranks, each with all its responses."""
@@ -68,17 +68,17 @@ class UpdateConfig:
     """Passes over the iteration's responses."""
 
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number; always over the whole optimizer step on all ranks."""
+    """Aggregation of token losses into one number; always over the whole optimizer step on all ranks."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is taken from the loss."""
 
     old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probs the ratios compare with: recomputed by the trainer before the first step, or the engine's, which
-    saves a pass and leaves the difference between the two to the ratio's clipping."""
+    """Source of the log-probs that the ratios compare with: recomputed by the trainer before the first step, or the
+    engine's, which saves a pass and leaves the difference between the two to the ratio's clipping."""
 
     def tokens_per_pass(self, longest: int | None) -> int | None:
-        """Most tokens of a forward and backward pass on one rank, for sequences of at most so many; None if unknown."""
+        """Most tokens of a pass on one rank, for sequences of at most ``longest`` tokens; None if unknown."""
         if self.max_tokens_per_micro_batch is not None:
             return self.max_tokens_per_micro_batch
         return None if longest is None else self.micro_batch_size * longest
@@ -108,7 +108,7 @@ class CriticConfig:
     """The critic's own model; null puts a value head on the actor's trunk, trained by the actor's optimizer."""
 
     value_clip: float = 0.5
-    """How far a value may move from its old one in an iteration, in units of reward; ``.inf`` does not clip."""
+    """Most that a value may move from its old one in an iteration, in units of reward; ``.inf`` does not clip."""
 
     epochs: int = 1
     """Passes over the iteration's responses. On a shared trunk it must equal ``update.epochs``."""
@@ -147,7 +147,7 @@ def ppo_roles(actor: ModelConfig, critic: CriticConfig | None, kl: KLConfig | No
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingConfig:
-    """What long responses cost, as DAPO does it (Yu et al., 2025, https://arxiv.org/abs/2503.14476)."""
+    """Cost of long responses, as in DAPO (Yu et al., 2025, https://arxiv.org/abs/2503.14476)."""
 
     overlong_buffer: int = 0
     """Tokens before ``rollout.sampling.max_new_tokens`` over which a penalty grows to its full size; 0 has none."""
@@ -156,7 +156,7 @@ class ShapingConfig:
     """The full penalty, in units of reward."""
 
     mask_truncated: bool = False
-    """Train on no token of responses that met the length limit. They still count in their group's mean."""
+    """True to train on no token of responses that met the length limit. They still count in their group's mean."""
 
     def __post_init__(self) -> None:
         if self.overlong_buffer < 0:
@@ -187,7 +187,7 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """What is measured on validation prompts."""
+    """Metrics of validation prompts."""
 
     success_reward: float = 1.0
     """A response with at least this reward counts as right, for pass@k."""

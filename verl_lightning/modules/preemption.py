@@ -34,7 +34,7 @@ class Preempted(SIGTERMException):
     """The run was told to stop, and ends; a `SystemExit`, with the code of a preempted run.
 
     Args:
-        words: What was saved, and what to do next.
+        words: Report of what was saved and what to do next.
         code: 0 on ranks that end because others do: launchers make a failure of whatever else comes first.
     """
 
@@ -88,21 +88,21 @@ class Preemption(Callback):
 
     @property
     def reason(self) -> str | None:
-        """Who or what told the run to stop, such as ``SIGTERM``; None to go on."""
+        """Cause of the order to stop, such as ``SIGTERM``; None while the run goes on."""
         return self._reason
 
     def hear(self, signum: signal.Signals) -> None:
-        """A signal has come; called in a thread of its own."""
+        """Reacts to a signal; called in a thread of its own."""
         if self._reason is None:
             self.tell(signum.name)
         elif time.monotonic() - self._since > SAME_SECONDS:
             end_now(f"{signum.name}, after {self._reason}: the run ends at once. {self._way_on}")
 
     def meet(self, signum: signal.Signals) -> None:
-        """The main thread has been interrupted by a signal.
+        """Reacts, in the main thread, to its interruption by a signal.
 
         Raises:
-            Preempted: Unless it is to finish an iteration.
+            Preempted: Unless the run is to finish an iteration.
         """
         if not self._finishes:
             raise Preempted(f"{self._reason or signum.name}: the run ends here. {self._way_on}")
@@ -111,7 +111,7 @@ class Preemption(Callback):
         """Has the run end soon; may be called in any thread.
 
         Args:
-            reason: Who or what wants it.
+            reason: Cause of the order to stop, such as ``SIGTERM``.
         """
         self._reason, self._since = reason, time.monotonic()
         if self._finishes:
@@ -153,7 +153,7 @@ class Preemption(Callback):
     _way_on = "Go on with the same command and `--ckpt_path last`."
 
     def _give_up(self) -> None:
-        """The time is over: breaks off what the main thread does, and ends the process if that can't be."""
+        """Breaks off the main thread's work when ``grace`` is over, and ends the process if that fails."""
         say(f"the run has not ended within `preemption.grace` = {self.grace:g} s, and is broken off. {self._way_on}")
         self._finishes = False
         self._since = time.monotonic()  # the main thread is interrupted as if by a signal
@@ -172,13 +172,13 @@ class Preemption(Callback):
 
 
 def preemption_of(trainer: Trainer) -> Preemption | None:
-    """The callback that ends the runs of a trainer; none before its fit is set up."""
+    """Returns the callback that ends the runs of a trainer; None before its fit is set up."""
     callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, Preemption)), None)
 
 
 def _is_done(trainer: Trainer) -> bool:
-    """Whether training ends by itself after this batch."""
+    """Tells whether training ends by itself after this batch."""
     return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
 
 
@@ -220,6 +220,6 @@ def last_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def last_path(callback: ModelCheckpoint) -> str:
-    """Where a callback keeps its `last` checkpoint."""
+    """Returns the path of a callback's `last` checkpoint."""
     assert callback.dirpath is not None
     return os.path.join(callback.dirpath, callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)

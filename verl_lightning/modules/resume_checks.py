@@ -1,4 +1,4 @@
-"""What a run depends on and no checkpoint holds: compared when a run goes on, by content and never by path."""
+"""Checks of what a run needs and no checkpoint holds: compared on resume by content, never by path."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ class Identity:
     """Something that must be the same in the run that wrote a checkpoint and in the one that goes on."""
 
     key: str
-    """The user's setting that names it."""
+    """The user's setting that names the thing."""
 
     what: str
-    """What it is, as a noun phrase."""
+    """Name of the thing as a noun phrase, such as ``the tokenizer``."""
 
     shown: str
-    """Its path or value, for people."""
+    """Path or value of the thing, for people."""
 
     digest: str
-    """What tells it from others; may be what is shown."""
+    """Text that tells the thing from others; may equal ``shown``."""
 
 
 def digest_of(*parts: object) -> str:
-    """A short text that tells values from others, by how Python shows them."""
+    """Returns a short text that tells values from others, by their ``repr``."""
     return hashlib.blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=8).digest().hex()
 
 
 def tokenizer_identities(tokenizer: PreTrainedTokenizerBase, path: str) -> dict[str, Identity]:
-    """A tokenizer, by its vocabulary and what it makes of some texts, and its chat template.
+    """Identifies a tokenizer by its vocabulary and its ids of some texts, and its chat template.
 
     Args:
-        tokenizer: Of the policy.
-        path: Where it was loaded from.
+        tokenizer: Tokenizer of the policy.
+        path: Path that the tokenizer was loaded from.
     """
     made = [tokenizer(text)["input_ids"] for text in PROBES]
     tokens = digest_of(sorted(tokenizer.get_vocab().items()), made)
@@ -67,7 +67,7 @@ def tokenizer_identities(tokenizer: PreTrainedTokenizerBase, path: str) -> dict[
 
 
 def reward_identities(arguments: Mapping[str, Any]) -> dict[str, Identity]:
-    """The models that a reward function is given by path, by the names and sizes of their files and their edges."""
+    """Identifies the models whose paths a reward function is given, by their files' names, sizes and edges."""
     folders = {name: Path(value) for name, value in arguments.items() if isinstance(value, str)}
     return {
         f"reward model {name}": Identity(
@@ -95,11 +95,11 @@ def edges(file: Path) -> tuple[bytes, bytes]:
 
 
 def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Identity]) -> None:
-    """Refuse to go on with something else than the run that wrote a checkpoint had.
+    """Refuses to go on with other things than the run that wrote a checkpoint had.
 
     Args:
-        saved: As `saved_identities` gave it; without what an older version did not keep.
-        ours: Of this run.
+        saved: Identities as `saved_identities` gave them; without those that an older version did not keep.
+        ours: Identities of this run.
 
     Raises:
         ValueError: If a digest differs.
@@ -115,28 +115,28 @@ def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, 
 
 
 def for_people(shown: str, digest: str) -> str:
-    """A value and what tells it from others."""
+    """Shows a value, with its digest if that is another text."""
     return f"`{shown}`" + (f" ({digest})" if digest != shown else "")
 
 
 def saved_identities(identities: Mapping[str, Identity]) -> dict[str, dict[str, str]]:
-    """What a checkpoint keeps of them."""
+    """Returns the part of identities that a checkpoint keeps."""
     return {name: {"shown": each.shown, "digest": each.digest} for name, each in identities.items()}
 
 
 def config_text(config: PretrainedConfig) -> str:
-    """What a checkpoint keeps of a model's config: all of it as JSON."""
+    """Returns a model's whole config as JSON, as a checkpoint keeps it."""
     return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
 def check_config(key: str, saved: str, ours: str) -> None:
-    """Refuse a model of the same shapes that computes something else, such as by another base of its rotary embedding.
+    """Refuses a model of the same shapes that computes something else, such as by another base of its rotary embedding.
 
     Args:
         key: The user's setting that names the model.
-        saved: From `config_text`, of the run that wrote the checkpoint. Fields that only one of both has, as with
+        saved: Text of `config_text` in the run that wrote the checkpoint. Fields that only one of both has, as with
             another version of transformers, are not compared.
-        ours: The same of this run.
+        ours: Text of `config_text` in this run.
 
     Raises:
         ValueError: With the first field that differs.

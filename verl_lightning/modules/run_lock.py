@@ -25,7 +25,7 @@ ADVICE = (
     " `version`, a `dirpath`."
 )
 HELD = (errno.EACCES, errno.EAGAIN)
-"""What a system answers where another process has a lock."""
+"""Error codes by which a system tells that another process has a lock."""
 
 
 class FolderInUseError(RunError):
@@ -39,7 +39,7 @@ class FolderLock:
     hold: those that outlive a killed run would keep its successor out.
 
     Args:
-        folder: Which; it need not exist.
+        folder: Folder to lock; it need not exist.
 
     Raises:
         FolderInUseError: If another process has the lock.

@@ -28,11 +28,11 @@ def training_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
 
 
 def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Say which settings differ from those in a checkpoint; they hold from the first resumed step.
+    """Tells which settings differ from those in a checkpoint; they hold from the first resumed step.
 
     Args:
-        saved: By the user's keys; empty in a checkpoint of an older version.
-        ours: Of the resumed run.
+        saved: Settings by the user's keys; empty in a checkpoint of an older version.
+        ours: Settings of the resumed run.
     """
     for key, value in ours.items():
         if key in saved and saved[key] != value:

@@ -26,7 +26,7 @@ from verl_lightning.types import Rollout
 
 @runtime_checkable
 class RolloutSource(Protocol):
-    """What a module must know of the callback that adds ``batch["rollout"]``."""
+    """A callback that adds ``batch["rollout"]``, with its sampling settings."""
 
     sampling: SamplingConfig
     val_sampling: SamplingConfig
@@ -41,13 +41,13 @@ class RowSource(Protocol):
 
 
 def check_length(name: str, longest: int, sampling: SamplingConfig, limit: int) -> None:
-    """Refuse sequences that are longer than the model reads.
+    """Refuses sequences that are longer than the model reads.
 
     Args:
-        name: Of the sampling settings.
-        longest: Prompt, in tokens.
-        sampling: How it is answered.
-        limit: The model's positions.
+        name: Name of the sampling settings, a key of ``rollout``.
+        longest: Length of the longest prompt, in tokens.
+        sampling: Settings by which prompts are answered.
+        limit: Most tokens that the model reads.
 
     Raises:
         ValueError: With what to shorten.
@@ -64,8 +64,8 @@ class SamplingModule(PostTrainingModule):
 
     Args:
         policy_config: The policy's model.
-        reward: What judges responses.
-        validation: What is measured on validation prompts.
+        reward: Reward function that judges responses, and its limits.
+        validation: Metrics of validation prompts.
     """
 
     def __init__(self, policy_config: ModelConfig, reward: RewardConfig, validation: ValidationConfig) -> None:
@@ -83,7 +83,7 @@ class SamplingModule(PostTrainingModule):
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest prompt and response together; None where the data module does not say."""
+        """Longest prompt and response together, in tokens; None where the data module does not say."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
         return None if longest is None else longest + self.rollout_source.sampling.max_new_tokens
 
@@ -118,7 +118,7 @@ class SamplingModule(PostTrainingModule):
                 self._judge.try_out(self._rows_to_try())
 
     def _check_lengths(self, stage: str) -> None:
-        """Refuse responses that are longer than the model reads, before it is built."""
+        """Refuses responses that are longer than the model reads, before it is built."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
         with told_of("model.actor"), model_must_be_at(self.policy_config.path):
             config = read_config(self.policy_config.path).get_text_config()
@@ -162,7 +162,7 @@ class SamplingModule(PostTrainingModule):
 
     @property
     def judge(self) -> Judge:
-        """What scores responses, from ``setup`` to ``teardown``; of the ranks that see the same data, on the first."""
+        """Judge of responses, from ``setup`` to ``teardown``; runs on the first of the ranks that see the same data."""
         assert self._judge is not None
         return self._judge
 
@@ -195,7 +195,7 @@ class SamplingModule(PostTrainingModule):
         return rollout
 
     def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
-        """What the reward function says of responses; asked once for all ranks that see the same data. Collective."""
+        """Scores responses with the reward function, once for all ranks that see the same data. Collective."""
         contract = self.contract
         own = self.judge.score(rollout, rows) if contract.model_parallel_rank == 0 else None
         if contract.model_parallel_size > 1:

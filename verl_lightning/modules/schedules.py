@@ -14,7 +14,7 @@ from verl_lightning.compat.torch import move_schedule
 from verl_lightning.models.config import OptimConfig
 
 SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-"""What the user says of AdamW, by its names in an optimizer's groups of parameters."""
+"""Settings of AdamW that the user gives, by their names in an optimizer's groups of parameters."""
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
@@ -30,7 +30,7 @@ class ConfiguredSchedule(LambdaLR):
     AdamW's groups hold its learning rate, betas, eps and weight decay, and torch's schedules its peak learning rates.
 
     Args:
-        optimizer: Whose learning rate is scheduled; it has the settings of the run.
+        optimizer: Optimizer whose learning rate is scheduled; it has the settings of the run.
         factor: Share of the peak learning rate by step.
     """
 
@@ -57,7 +57,7 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> 
     """Linear warm-up, then the decay of ``config.schedule`` down to ``min_lr_ratio`` at ``max_steps``.
 
     Args:
-        optimizer: Whose learning rate is scheduled.
+        optimizer: Optimizer whose learning rate is scheduled.
         config: Shape of the schedule.
         max_steps: ``trainer.max_steps``; -1 when the run has no such end.
 

@@ -19,13 +19,13 @@ from verl_lightning.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
-    """Responses and what they are worth."""
+    """Responses with their rewards."""
 
     rollout: Rollout
     """The responses; those of one prompt are adjacent rows."""
 
     reward_result: RewardResult
-    """Their rewards."""
+    """Rewards of the responses."""
 
     @property
     def num_groups(self) -> int:
@@ -55,7 +55,7 @@ class ScoredRollout:
         return dataclasses.replace(self, reward_result=dataclasses.replace(self.reward_result, rewards=rewards))
 
     def to(self, device: torch.device) -> ScoredRollout:
-        """The same on another device."""
+        """Returns the same responses on another device."""
         reward_result = dataclasses.replace(
             self.reward_result,
             rewards=self.reward_result.rewards.to(device),
@@ -74,7 +74,7 @@ class ScoredRollout:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ScoredRollout:
-        """What `state_dict` was taken from, on the host."""
+        """Restores, on the host, the rollout that a `state_dict` was taken from."""
         return cls(rollout=Rollout(**state["rollout"]), reward_result=RewardResult(**state["verdict"]))
 
     def _select(self, rows: Int[Tensor, " rows"]) -> ScoredRollout:
@@ -93,7 +93,7 @@ def join_scored_rollouts(parts: Sequence[ScoredRollout], *, pad_token_id: int) -
 
     Args:
         parts: At least one, with any widths.
-        pad_token_id: Fills ``input_ids``.
+        pad_token_id: Token that fills ``input_ids``.
     """
     return ScoredRollout(
         rollout=join_rollouts([part.rollout for part in parts], pad_token_id=pad_token_id),
@@ -107,10 +107,10 @@ def deal_out(
     """One rank's share of what all ranks had gathered, batch by batch.
 
     Args:
-        saved: For each rank of the run that saved, its batches' `ScoredRollout.state_dict`.
-        rank: Whose share.
-        ranks: How many there are now. As many as then: each gets its own back; else see `dealt_prompts`.
-        pad_token_id: Fills ``input_ids``.
+        saved: `ScoredRollout.state_dict` of each batch, for each rank of the run that saved.
+        rank: Rank whose share is returned.
+        ranks: Number of ranks now. If as many saved, each gets its own back; else see `dealt_prompts`.
+        pad_token_id: Token that fills ``input_ids``.
     """
     if len(saved) == ranks:
         return [ScoredRollout.from_state_dict(state) for state in saved[rank]]

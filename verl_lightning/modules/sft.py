@@ -33,10 +33,10 @@ class AccumulationPlan(NamedTuple):
     step: int
 
     def tell(self, steps_left: float) -> None:
-        """Say where steps have fewer batches than asked for.
+        """Tells where steps have fewer batches than asked for.
 
         Args:
-            steps_left: Of the run.
+            steps_left: Optimizer steps that the run has left.
         """
         if self.epoch % self.step == 0 or self.epoch == float("inf") or self.step * steps_left <= self.epoch:
             return

@@ -10,7 +10,7 @@ from verl_lightning.types import RowLength
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """How sequences are divided: never more tokens in a micro-batch than allowed, and about equal compute in each.
+    """Divides sequences: never more tokens in a micro-batch than allowed, and about equal compute in each.
 
     The compute of a sequence of ``l`` tokens is counted as ``l + attention_cost * l**2``.
     """
@@ -19,14 +19,14 @@ class TokenBudget:
     """Most tokens of a micro-batch, padding included."""
 
     packs: bool
-    """Whether the model reads real tokens alone; else each row takes the longest prompt and response of its
+    """True if the model reads real tokens alone; else each row takes the longest prompt and response of its
     micro-batch."""
 
     attention_cost: float
-    """What attention to one token costs, as a share of all other compute of a token."""
+    """Cost of attention to one token, as a share of all other compute of a token."""
 
     def divide(self, rows: Sequence[RowLength]) -> list[list[int]]:
-        """The fewest micro-batches that this finds, as positions of rows.
+        """Divides rows into as few micro-batches as it can; each is a list of the rows' positions.
 
         Raises:
             ValueError: If one row alone is over the budget.
@@ -45,7 +45,7 @@ class TokenBudget:
         return parts
 
     def divide_into(self, rows: Sequence[RowLength], count: int) -> list[list[int]]:
-        """The same in more micro-batches, since another rank needs as many; fewer only if there are fewer rows."""
+        """Divides rows into ``count`` micro-batches, as another rank needs; fewer only if there are fewer rows."""
         count = min(count, len(rows))
         parts = self.divide(rows)
         if len(parts) < count and self.packs and (balanced := self._balanced(rows, count)) is not None:
@@ -58,7 +58,7 @@ class TokenBudget:
         return sorted(map(sorted, parts), key=lambda part: -sum(self._cost(rows[index]) for index in part))
 
     def _balanced(self, rows: Sequence[RowLength], count: int) -> list[list[int]] | None:
-        """Each row, the most expensive first, to the one with room that has the least to do; None without room."""
+        """Gives rows, the most expensive first, to the part with room and the least compute; None without room."""
         parts: list[list[int]] = [[] for _ in range(count)]
         cost, tokens = [0.0] * count, [0] * count
         for index in sorted(range(len(rows)), key=lambda index: -self._cost(rows[index])):
@@ -73,7 +73,7 @@ class TokenBudget:
         return [part for part in parts if part]
 
     def _consecutive(self, rows: Sequence[RowLength]) -> list[list[int]]:
-        """Rows of about one length together, which need little padding."""
+        """Puts rows of about one length together, which need little padding."""
         parts: list[list[int]] = []
         prompt = response = 0
         for index in sorted(range(len(rows)), key=lambda index: -self._alone(rows[index])):

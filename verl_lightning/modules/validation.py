@@ -49,11 +49,11 @@ def scored_responses(batch: dict[str, Any], reward_result: RewardResult, loader:
 def validation_metrics(
     responses: Sequence[ScoredResponse], config: ValidationConfig, *, num_samples: int, stage: str
 ) -> dict[str, float]:
-    """Mean reward, pass@k and length, over all prompts and for each data source; how many responses have no reward.
+    """Mean reward, pass@k and length, over all prompts and for each data source; number of responses without a reward.
 
     Args:
-        responses: Of every rank.
-        config: What counts as right, and which k.
+        responses: Responses of every rank.
+        config: Reward of a right response, and each k of pass@k.
         num_samples: Responses sampled for each prompt.
         stage: ``val`` or ``test``, the first part of each name.
 

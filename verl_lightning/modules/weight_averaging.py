@@ -1,4 +1,4 @@
-"""Lightning's weight averaging, made whole: what is validated, what is saved and what is exported are equal weights."""
+"""Lightning's weight averaging, made whole: validated, saved and exported weights are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_lightning.compat import lightning as compat
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 
 CURRENT_KEY = "current_model_state"
-"""Under which Lightning's callback saves the weights in training; ``state_dict`` holds the averaged ones then."""
+"""Key under which Lightning's callback saves the weights in training; ``state_dict`` holds the averaged ones then."""
 
 
 class CompleteAveraging(Callback):
@@ -70,7 +70,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[None]:
-    """Within it the module holds the weights that are validated: averaged ones where a callback averages."""
+    """Gives the module, for a while, the weights that are validated: averaged ones where a callback averages."""
     averaging = next(iter(averaging_callbacks(trainer)), None)
     if averaging is None or compat.average_of(averaging) is None:
         yield
@@ -89,11 +89,11 @@ def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
 
 
 def complete_averaging(trainer: Trainer, *, holds_whole_models: bool) -> list[CompleteAveraging]:
-    """What a `WeightAveraging` callback needs beside it.
+    """Makes the callback that a `WeightAveraging` callback needs beside it; none without one.
 
     Args:
-        trainer: Whose callbacks are looked at.
-        holds_whole_models: Whether each rank has all weights.
+        trainer: Trainer whose callbacks are looked at.
+        holds_whole_models: True if each rank has all weights.
 
     Raises:
         MisconfigurationException: If several average, each of which would validate and save what the other made, or if
@@ -115,13 +115,13 @@ def complete_averaging(trainer: Trainer, *, holds_whole_models: bool) -> list[Co
 
 
 def drop_frozen_current(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Leave the frozen weights out of those in training that a checkpoint has beside the averaged ones."""
+    """Leaves the frozen weights out of those in training that a checkpoint has beside the averaged ones."""
     if CURRENT_KEY in checkpoint:
         checkpoint[CURRENT_KEY] = without_frozen(module, checkpoint[CURRENT_KEY])
 
 
 def choose_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Have training go on from the weights in training of a checkpoint that has averaged ones too."""
+    """Has training go on from the weights in training of a checkpoint that has averaged ones too."""
     if CURRENT_KEY not in checkpoint:
         return
     if module.trainer.training and not averaging_callbacks(module.trainer):

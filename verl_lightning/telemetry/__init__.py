@@ -1,1 +1,1 @@
-"""What a run tells of its time, its memory and its steps."""
+"""Telemetry of a run: its time, its memory and its steps."""

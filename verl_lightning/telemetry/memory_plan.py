@@ -1,4 +1,4 @@
-"""Memory and speed of a run before its first step: what lies on one device when, and whether it fits."""
+"""Memory and speed of a run before its first step: estimates for one device, and whether they fit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from verl_lightning.telemetry.speed import Work, peak_tflops, training_work
 
 GIB = 2**30
 RESERVED_SHARE = 0.07
-"""Of a device's memory, for the driver, libraries, and what allocators can't use."""
+"""Share of a device's memory for the driver, libraries, and what allocators can't use."""
 
 USUAL_MFU = 0.4
 """Share of a device's peak at which the plan tells the speed of an update."""
 
 
 class EngineMemory(NamedTuple):
-    """What a rollout engine takes of each training device, in bytes."""
+    """Memory that a rollout engine takes of each training device, in bytes."""
 
     sampling: int = 0
-    """While it samples."""
+    """Bytes while the engine samples."""
 
     learning: int = 0
-    """While the policy learns."""
+    """Bytes while the policy learns."""
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class HoldsEngine(Protocol):
     """The option that bounds what the engine takes."""
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
-        """What it takes of a device with so many bytes."""
+        """Returns the memory that the engine takes of a device with ``device_bytes``."""
 
 
 class PlannedModule(Protocol):
@@ -60,7 +60,7 @@ class PlannedModule(Protocol):
 
     @property
     def roles(self) -> list[ModelRole]:
-        """The models that it makes."""
+        """The models that the module makes."""
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -68,7 +68,7 @@ class PlannedModule(Protocol):
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step may have several such passes."""
+        """True if an optimizer step may have several forward and backward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,28 +76,28 @@ class MemoryPlan:
     """Estimates for one device of a run; see `memory_plan`."""
 
     models: Mapping[str, ModelMemory]
-    """By role; those that are trained learn one after another."""
+    """Memory of each model by role; those that are trained learn one after another."""
 
     tokens: int | None
-    """Of the largest forward and backward pass, None where not known."""
+    """Tokens of the largest forward and backward pass; None where not known."""
 
     device: str
-    """Its name, for people."""
+    """Name of the device, for people."""
 
     device_bytes: int
-    """Its memory; on the host, this process' share."""
+    """Memory of the device, in bytes; on the host, this process' share."""
 
     engine: EngineMemory = EngineMemory()
-    """Of the rollout engine."""
+    """Memory of the rollout engine."""
 
     work: Work | None = None
     """Matrix products of the policy's update."""
 
     peak_tflops: float | None = None
-    """Of the device, None where not known."""
+    """Peak of the device in 10**12 operations a second; None where not known."""
 
     keys: tuple[str, ...] = ()
-    """What to change where it does not fit, the cheapest first."""
+    """Options to change where the plan does not fit, the cheapest first."""
 
     @property
     def resting(self) -> int:
@@ -116,7 +116,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether both peaks are below the device's memory."""
+        """True if neither peak is above the device's memory."""
         return max(self.learning, self.sampling) <= self.device_bytes
 
     @property
@@ -124,17 +124,17 @@ class MemoryPlan:
         return max(model.gathered for model in self.models.values())
 
     def engine_share(self, *, sleeps: bool) -> float:
-        """The share of the device's memory that is left for a rollout engine on it, in ``[0, 1)``.
+        """Returns the share of the device's memory that is left for a rollout engine on it, in ``[0, 1)``.
 
         Args:
-            sleeps: Whether the engine gives its memory back while the policy learns; else it gets what the peak of an
+            sleeps: True if the engine gives its memory back while the policy learns; else it gets what the peak of an
                 update leaves.
         """
         own = self.resting + self._sending if sleeps else self.learning - self.engine.learning
         return max(0.0, 1 - own / self.device_bytes - RESERVED_SHARE)
 
     def table(self) -> Table:
-        """For people."""
+        """Returns the plan as a table for people."""
         title = f"Memory plan of each device ({self.device}, {amount(self.device_bytes)}), estimated"
         table = Table(title=title, title_justify="left")
         for name in ("", "weights", "gradients", "optimizer", "gathered", "activations", "logits"):
@@ -158,7 +158,7 @@ class MemoryPlan:
         return rows
 
     def _caption(self) -> str:
-        """How large the largest pass is, and how fast an update would be."""
+        """Tells the tokens of the largest pass and the speed of an update."""
         words = "tokens of a pass are not known" if self.tokens is None else f"{self.tokens:,} tokens in a pass"
         if self.work is None:
             return words
@@ -169,7 +169,7 @@ class MemoryPlan:
         return words + f": at {USUAL_MFU:.0%} of the peak at most {speed:,.0f} tokens a second on each device"
 
     def warning(self) -> str | None:
-        """What to change where it does not fit, None where it does."""
+        """Tells what to change where the plan does not fit; None where it does."""
         if self.fits:
             return None
         when, most = max(("learning", self.learning), ("sampling", self.sampling), key=lambda peak: peak[1])
@@ -180,10 +180,10 @@ class MemoryPlan:
 
 
 def memory_plan(module: PlannedModule) -> MemoryPlan:
-    """What the models of a run will take on one device. Can be asked for from ``setup`` on; not collective.
+    """Estimates the memory that a run takes on one device. Can be asked for from ``setup`` on; not collective.
 
     Args:
-        module: With its trainer.
+        module: Module with its trainer.
     """
     contract, tokens = module.contract, module.tokens_per_pass
     models, work = {}, None
@@ -211,8 +211,8 @@ def memory_keys(module: PlannedModule, engines: Sequence[HoldsEngine]) -> Iterat
     """Options that a run can still change to take less memory, the cheapest first, with their values.
 
     Args:
-        module: With its trainer.
-        engines: Those that take memory of the training devices.
+        module: Module with its trainer.
+        engines: Callbacks whose engines take memory of the training devices.
     """
     for engine in engines:
         yield f"`{engine.memory_key}`"
@@ -230,7 +230,7 @@ def device_memory(device: torch.device, *, processes: int) -> tuple[str, int]:
     """Name and bytes of a device; of the host, the share of one of its processes.
 
     Args:
-        device: This rank's.
+        device: Device of this rank.
         processes: Training processes on this host.
     """
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Where an iteration's time and memory go: its phases, measured without making the host wait for the device."""
+"""Time and memory of an iteration's phases, measured without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Moment:
 
     Args:
         origin: An earlier moment, from which the device's clock counts; None makes this one an origin.
-        on_gpu: Whether the device has a clock.
+        on_gpu: True if the device has a clock.
     """
 
     def __init__(self, origin: Moment | None, *, on_gpu: bool) -> None:
@@ -67,7 +67,7 @@ class Moment:
 
     @cached_property
     def seconds(self) -> float:
-        """On the clock of ``time.perf_counter``. Waits until the device has come to it."""
+        """Seconds on the clock of ``time.perf_counter``. Waits until the device has come to this moment."""
         if self._event is None or self._origin is None or self._origin._event is None:
             return self.host
         self._event.synchronize()
@@ -78,9 +78,9 @@ class Span:
     """One time that a phase ran.
 
     Args:
-        name: The phase's.
+        name: Name of the phase.
         depth: 0, or the number of phases around it.
-        start: When it began.
+        start: Moment at which the phase began.
     """
 
     def __init__(self, name: str, depth: int, start: Moment) -> None:
@@ -89,11 +89,11 @@ class Span:
         self.start = start
         self.end = start
         self.peak_memory = 0
-        """Most bytes that torch held on this rank's GPU meanwhile; 0 on the CPU."""
+        """Most bytes that torch held on this rank's GPU during the phase; 0 on the CPU."""
 
     @property
     def seconds(self) -> float:
-        """How long it took. Waits for the device."""
+        """Duration of the phase, in seconds. Waits for the device."""
         return self.end.seconds - self.start.seconds
 
 
@@ -114,12 +114,12 @@ class PhaseClock:
         self._peak = 0
 
     def use(self, device: torch.device) -> None:
-        """Say whose clock and memory count."""
+        """Sets the device whose clock and memory count."""
         self._on_gpu = device.type == "cuda"
         self._origin = Moment(None, on_gpu=self._on_gpu)
 
     def now(self) -> Moment:
-        """This moment."""
+        """Returns this moment."""
         return Moment(self._origin, on_gpu=self._on_gpu)
 
     @contextmanager
@@ -139,7 +139,7 @@ class PhaseClock:
             self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """The spans since the last call, behind one called ``step`` from the first of them to now.
+        """Returns the spans since the last call, behind one called ``step`` from the first of them to now.
 
         Waits for the device.
         """
@@ -155,16 +155,16 @@ class PhaseClock:
         return [step, *spans]
 
     def forget(self) -> None:
-        """Drop the spans since the last `take`, which nobody asks for."""
+        """Drops the spans since the last `take`, which nobody asks for."""
         self._spans, self._start = [], None
 
     def peak_memory(self) -> int:
-        """Most bytes that torch held on this rank's GPU since the run began; 0 on the CPU."""
+        """Returns the most bytes that torch held on this rank's GPU since the run began; 0 on the CPU."""
         self._turn_peak()
         return self._peak
 
     def _turn_peak(self) -> None:
-        """Give the peak since the last border to all open phases."""
+        """Gives the peak since the last border to all open phases."""
         if not self._on_gpu:
             return
         peak = torch.cuda.max_memory_allocated()
@@ -175,11 +175,11 @@ class PhaseClock:
 
 
 def span_metrics(spans: list[Span], *, steps: int = 1) -> dict[str, Metric]:
-    """What the spans of one rank say, for a `MetricTable`: over ranks, the slowest and the fullest one count.
+    """Metrics of one rank's spans, for a `MetricTable`: over ranks, the slowest and the fullest one count.
 
     Args:
-        spans: From `PhaseClock.take`.
-        steps: Iterations that they span; times are means over them.
+        spans: Spans from `PhaseClock.take`.
+        steps: Iterations that the spans cover; times are means over them.
 
     Returns:
         ``timing_s/<phase>`` in seconds and, where memory is known, ``perf/max_memory_allocated_gb/<phase>`` in units
@@ -203,7 +203,7 @@ class CheckpointClock(Profiler):
     Lightning has no hook at the end of writing a checkpoint, but tells its profiler.
 
     Args:
-        module: Whose phase it is.
+        module: Module whose phases are timed.
         profiler: The user's, which goes on as if this one were not there.
     """
 
@@ -221,7 +221,7 @@ class CheckpointClock(Profiler):
         return self._profile(action_name)
 
     def _profile(self, action_name: str) -> AbstractContextManager[str]:
-        """A hundred times a step: what has nothing to do must take no time."""
+        """Marks an action; a hundred times a step, so where there is nothing to mark it must take no time."""
         if action_name == SAVE_CHECKPOINT and self.module.trainer.training:
             return self._as_phase(action_name)
         if isinstance(self.profiler, PassThroughProfiler):

@@ -1,4 +1,4 @@
-"""How fast an iteration was, how much of the devices it used, and how much memory it took."""
+"""Speed of an iteration, its use of the devices, and its memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Work(NamedTuple):
     """Matrix products of one phase for each token of an iteration."""
 
     name: str
-    """Of the metric, ``perf/mfu/<name>``."""
+    """Name in the metric, ``perf/mfu/<name>``."""
 
     phase: str
-    """Whose time counts."""
+    """Phase whose time counts."""
 
     per_token: float
     """Operations for a token in weights."""
@@ -46,12 +46,12 @@ class Work(NamedTuple):
     """Operations for a pair of tokens in attention."""
 
     def times(self, number: int) -> Work:
-        """As many passes of the same."""
+        """Returns the work of ``number`` such passes."""
         return self._replace(per_token=self.per_token * number, per_pair=self.per_pair * number)
 
 
 def scoring_work(name: str, phase: str, model: TokenScorer) -> Work:
-    """A forward pass: ``2 * weights * tokens + 4 * layers * heads * head_dim * sum(length**2)``."""
+    """Work of a forward pass: ``2 * weights * tokens + 4 * layers * heads * head_dim * sum(length**2)``."""
     config = model.backbone.config.get_text_config()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -59,14 +59,14 @@ def scoring_work(name: str, phase: str, model: TokenScorer) -> Work:
 
 
 def training_work(name: str, phase: str, model: TokenScorer) -> Work:
-    """A forward and a backward pass: three times as much, without the gradients of frozen weights."""
+    """Work of a forward and a backward pass: three times as much, without the gradients of frozen weights."""
     forward = scoring_work(name, phase, model)
     per_token = 2 * forward.per_token + 2 * _active(model, trainable=True)
     return forward._replace(per_token=per_token, per_pair=3 * forward.per_pair)
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """What the device can do at most in bfloat16, in 10**12 operations a second; None if that is not known."""
+    """Returns the device's peak in bfloat16, in 10**12 operations a second; None if that is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -74,7 +74,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def mfu_notice(device: torch.device) -> str:
-    """What ``perf/mfu/*`` means on this device, in a sentence for the log."""
+    """Explains what ``perf/mfu/*`` means on this device, in a sentence for the log."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     peak = peak_tflops(device)
     if peak is None:
@@ -97,12 +97,12 @@ def speed_metrics(
     """An iteration's metrics with throughput, time per token of each phase, use of the devices, and peak memory.
 
     Args:
-        metrics: Those of all ranks: ``timing_s/...`` in seconds; ``perf/total_num_tokens``, every prompt and response
+        metrics: Metrics of all ranks: ``timing_s/...`` in seconds; ``perf/total_num_tokens``, every prompt and response
             token once; `SQUARED_LENGTHS`.
-        ranks: Data-parallel ranks.
-        devices: All devices.
-        device: This rank's.
-        work: What each phase computed.
+        ranks: Number of data-parallel ranks.
+        devices: Number of all devices.
+        device: Device of this rank.
+        work: Matrix products of each phase.
         peak_memory: Most bytes that torch held on the GPU since the run began; 0 on the CPU.
 
     Returns:
@@ -126,9 +126,9 @@ def mfu(metrics: Mapping[str, float], work: Sequence[Work], *, operations: float
     """``perf/mfu/<name>`` of each phase that ran: what its models need, over what the devices could have done.
 
     Args:
-        metrics: As `speed_metrics` takes them.
-        work: What each phase computed.
-        operations: That all devices together can do in a second.
+        metrics: Metrics as `speed_metrics` takes them.
+        work: Matrix products of each phase.
+        operations: Operations that all devices together can do in a second.
     """
     tokens, squares = metrics.get("perf/total_num_tokens", 0.0), metrics.get(SQUARED_LENGTHS, 0.0)
     return {

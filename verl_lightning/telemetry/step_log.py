@@ -27,11 +27,11 @@ def log_step(
     value only. Python's numbers stay on the host, where loggers read them without waiting for the device.
 
     Args:
-        module: Whose hook is running.
-        metrics: By name.
+        module: Module whose hook is running.
+        metrics: Metrics by name.
         prog_bar: Show them in the progress bar.
         logger: Send them to loggers; null does where there are any.
-        reduce_fx: How Lightning would reduce them over an epoch; said at the first call.
+        reduce_fx: Lightning's reduction of the metrics over an epoch; said at the first call.
     """
     for name, value in metrics.items():
         number = value.detach() if isinstance(value, Tensor) else torch.tensor(value)

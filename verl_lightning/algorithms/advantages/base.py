@@ -1,4 +1,4 @@
-"""The interface of advantage estimators: what they may look at and what they give."""
+"""The interface of advantage estimators: their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_lightning.functional.masking import sequence_sum
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may look at: the responses of one rank, whole groups of them."""
+    """Inputs of an advantage estimator: the responses of one rank, whole groups of them."""
 
     token_rewards: Float[Tensor, "batch response"]
     """The sequence's reward on its last trainable token, less the KL penalty where that is part of the reward."""
@@ -28,7 +28,7 @@ class AdvantageInputs:
     """True on the response tokens that are trained on; False on tool output and padding."""
 
     group_index: Int[Tensor, " batch"]
-    """Equal for the samples of one prompt."""
+    """Index of each sequence's group: any integers, equal for the samples of one prompt."""
 
     is_valid: Bool[Tensor, " batch"]
     """False on sequences without a reward or a trainable token: they are left out and get advantage 0."""
@@ -43,13 +43,13 @@ class AdvantageInputs:
     """The rewards by name that the reward function returned beside the score."""
 
     log_probs: Float[Tensor, "batch response"] | None = None
-    """Of the response tokens under the policy before this iteration's first update, in nats."""
+    """Log-probs of the response tokens under the policy before this iteration's first update, in nats."""
 
     sum_squared_probs: Float[Tensor, "batch response"] | None = None
     """``sum(p**2)`` over the vocabulary at each response token, for estimators that need it."""
 
     importance_weights: Float[Tensor, "batch response"] | None = None
-    """Of the trainer's policy over the engine's at each response token; None for ones."""
+    """Weights of the trainer's policy over the engine's at each response token; None for ones."""
 
     nonzero_reward_share: float | Float[Tensor, ""] = 1.0
     """Share of the valid sequences of all ranks whose score is not 0."""
@@ -71,35 +71,35 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageOutputs:
-    """What an estimator says about each response token."""
+    """Outputs of an advantage estimator for each response token."""
 
     advantages: Float[Tensor, "batch response"]
-    """How much better than expected the token was; 0 where masked and on invalid sequences. Not yet whitened."""
+    """Advantage of each token; 0 where masked and on invalid sequences. Not yet whitened."""
 
     returns: Float[Tensor, "batch response"] | None = None
-    """What the critic learns to predict, in units of reward; None without a critic."""
+    """Targets of the critic's values, in units of reward; None without a critic."""
 
 
 class AdvantageEstimator(ABC):
     """Turns rewards into the advantage of each response token."""
 
     needs_critic: ClassVar[bool] = False
-    """Whether it reads ``values`` and gives ``returns``."""
+    """True if the estimator reads ``values`` and gives ``returns``."""
 
     needs_groups: ClassVar[bool] = False
-    """Whether it compares the samples of one prompt, and so needs at least two."""
+    """True if the estimator compares the samples of one prompt, and so needs at least two."""
 
     needs_greedy: ClassVar[bool] = False
-    """Whether it reads ``greedy_rewards``."""
+    """True if the estimator reads ``greedy_rewards``."""
 
     needs_sum_squared_probs: ClassVar[bool] = False
-    """Whether it reads ``sum_squared_probs``."""
+    """True if the estimator reads ``sum_squared_probs``."""
 
     reads_score: ClassVar[bool] = True
-    """Whether it reads the score, less penalties, rather than ``reward_components``."""
+    """True if the estimator reads the score, less penalties, rather than ``reward_components``."""
 
     whitens: bool = False
-    """Whether the advantages are to be whitened over the response tokens of all ranks."""
+    """True if the advantages are to be whitened over the response tokens of all ranks."""
 
     @abstractmethod
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:

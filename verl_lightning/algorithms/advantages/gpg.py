@@ -18,7 +18,7 @@ def gpg_advantages(
     *,
     nonzero_reward_share: float | Float[Tensor, ""],
 ) -> Float[Tensor, " batch"]:
-    """How much better than its group each response is, over the share of responses with a reward.
+    """Estimates each response's advantage over its group's mean, divided by the share of nonzero rewards.
 
     Over the valid responses of a group::
 

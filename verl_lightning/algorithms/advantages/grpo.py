@@ -18,7 +18,7 @@ def grpo_advantages(
     *,
     normalize_by_std: bool,
 ) -> Float[Tensor, " batch"]:
-    """How much better than its group each response is.
+    """Estimates each response's advantage over its group's mean.
 
     With the mean and unbiased std over the valid responses of a group::
 
@@ -29,7 +29,7 @@ def grpo_advantages(
         rewards: ``R_i`` of the responses, in units of reward. Ignored where not valid.
         group_index: Any integers; equal for the responses to one prompt.
         valid: False on responses to leave out of their group: failed rewards, nothing to train on.
-        normalize_by_std: Divide by the group's std.
+        normalize_by_std: True to divide by the group's std.
 
     Returns:
         One advantage per response, the same for each of its tokens; exactly 0 where not valid and in groups of one
@@ -53,7 +53,7 @@ class GRPO(AdvantageEstimator):
     https://arxiv.org/abs/2503.20783, which also wants ``aggregation: seq-mean-token-sum-norm``.
 
     Args:
-        normalize_by_std: Divide by the std of the prompt's scores.
+        normalize_by_std: True to divide by the std of the prompt's scores.
     """
 
     needs_groups = True

@@ -18,7 +18,7 @@ def grpo_passk_advantages(
     *,
     normalize_by_std: bool,
 ) -> Float[Tensor, " batch"]:
-    """How much better than the second best the best response of its group is; 0 for all others.
+    """Estimates the advantage of a group's best response over its second best; 0 for all others.
 
     Over the valid responses of a group::
 
@@ -26,10 +26,10 @@ def grpo_passk_advantages(
         A_best = R_best - R_second                     otherwise
 
     Args:
-        rewards: Of the responses, in units of reward. Ignored where not valid.
+        rewards: Rewards of the responses, in units of reward. Ignored where not valid.
         group_index: Any integers; equal for the responses to one prompt.
         valid: False on responses to leave out of their group: failed rewards, nothing to train on.
-        normalize_by_std: Divide by the group's unbiased std.
+        normalize_by_std: True to divide by the group's unbiased std.
 
     Returns:
         One advantage per response, the same for each of its tokens; 0 where two responses share the best reward.
@@ -52,7 +52,7 @@ class GRPOPassK(AdvantageEstimator):
     """Pass@k form of GRPO: only a prompt's best response learns, by how much it beats the second best.
 
     Args:
-        normalize_by_std: Divide by the std of the prompt's scores.
+        normalize_by_std: True to divide by the std of the prompt's scores.
     """
 
     needs_groups = True

@@ -17,7 +17,7 @@ def opo_advantages(
     group_index: Int[Tensor, " batch"],
     valid: Bool[Tensor, " batch"],
 ) -> Float[Tensor, " batch"]:
-    """How much better each response is than its group's mean, in which long responses weigh more.
+    """Estimates each response's advantage over its group's mean, in which long responses weigh more.
 
     Over the valid responses of a group::
 

@@ -14,7 +14,7 @@ from verl_lightning.functional.masking import to_type_of
 def rloo_advantages(
     rewards: Float[Tensor, " batch"], group_index: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
-    """How much better each response is than the mean of the others in its group.
+    """Estimates each response's advantage over the mean of the others in its group.
 
     With ``n`` valid responses in the group::
 

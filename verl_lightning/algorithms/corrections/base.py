@@ -22,10 +22,10 @@ TokenValues = Float[Tensor, "batch response"]
 
 @dataclass(frozen=True, kw_only=True)
 class Corrected:
-    """How much each response token counts after correction."""
+    """Loss weights of the response tokens after correction, and the tokens that are kept."""
 
     weights: Float[Tensor, "batch response"]
-    """Multiplies the policy loss of each token; constant."""
+    """Factor of the policy loss of each token; constant."""
 
     response_mask: Bool[Tensor, "batch response"]
     """The response mask without rejected tokens, which then count in no denominator."""
@@ -36,7 +36,7 @@ class RolloutCorrection(ABC):
 
     @abstractmethod
     def __call__(self, log_ratio: TokenValues, response_mask: Bool[Tensor, "batch response"]) -> Corrected:
-        """Weights and rejections; ``log_ratio`` is `mismatch_log_ratio` of trainer over engine, in nats."""
+        """Weighs and rejects tokens; ``log_ratio`` is `mismatch_log_ratio` of trainer over engine, in nats."""
 
 
 def correct_rollout(
@@ -48,7 +48,7 @@ def correct_rollout(
     """Applies corrections side by side: weights multiply, and what one rejects is out.
 
     Args:
-        corrections: Each sees the uncorrected rollout; none of them leaves it as it is.
+        corrections: Corrections, each of which sees the uncorrected rollout; an empty list leaves it as it is.
         old_log_probs: Of the response tokens under the trainer's policy before this batch's first step, in nats.
         rollout_log_probs: Of the same tokens under the engine's policy, in nats.
         response_mask: True on response tokens; False on tool output and padding.

@@ -19,19 +19,19 @@ LossAndMetrics = tuple[TokenValues, dict[str, TokenValues]]
 
 
 class PolicyLoss(ABC):
-    """What the policy minimises, per response token."""
+    """Loss that the policy minimises, per response token."""
 
     @abstractmethod
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
-        """Loss and metrics of one micro-batch; ``log_probs`` carries the gradient."""
+        """Computes loss and metrics of one micro-batch; ``log_probs`` carries the gradient."""
 
     needs_whole_step: ClassVar[bool] = False
-    """Whether `for_step` must be called before each optimizer step."""
+    """True if `for_step` must be called before each optimizer step."""
 
     def for_step(self, old_log_probs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> PolicyLoss:
-        """The loss for one optimizer step, given the response tokens of the whole step on all ranks.
+        """Returns the loss for one optimizer step, given the response tokens of the whole step on all ranks.
 
-        Most losses look at one token or response at a time and need nothing of it.
+        Most losses look at one token or response at a time, and return themselves.
         """
         return self
 
@@ -39,7 +39,7 @@ class PolicyLoss(ABC):
 def loss_arguments(
     log_probs: TokenValues, batch: Experience
 ) -> tuple[TokenValues, TokenValues, TokenValues, Bool[Tensor, "batch response"]]:
-    """What most losses of `functional` take: log-probs, old log-probs, advantages and response mask."""
+    """Returns the arguments that most loss functions take: log-probs, old log-probs, advantages and response mask."""
     return log_probs, batch.old_log_probs, batch.advantages, batch.response_mask
 
 

@@ -19,19 +19,19 @@ from verl_lightning.types import Experience
 
 
 class CovarianceSelection(NamedTuple):
-    """Which tokens a covariance loss treats differently, as decided from the whole optimizer step."""
+    """Rule that selects the tokens a covariance loss treats differently, made from the whole optimizer step."""
 
     mean_log_prob: Float[Tensor, ""]
-    """Over the response tokens of the step, in nats."""
+    """Mean log-prob of the response tokens of the step, in nats."""
 
     mean_advantage: Float[Tensor, ""]
-    """Over the same tokens, in units of reward."""
+    """Mean advantage of the same tokens, in units of reward."""
 
     low: Float[Tensor, ""]
-    """The least covariance that is selected."""
+    """Least covariance that is selected, in nats times units of reward."""
 
     high: Float[Tensor, ""]
-    """Where selection ends; not selected itself."""
+    """Covariance at which selection ends, not selected itself; in the same unit."""
 
     probability: Float[Tensor, ""]
     """Share of the tokens from ``low`` to ``high`` that are selected, at random."""
@@ -77,10 +77,10 @@ def select_at_random(
 
     Args:
         old_log_probs: Of the response tokens of the whole optimizer step on all ranks, in nats.
-        advantages: Of the same tokens, in units of reward.
+        advantages: Advantages of the same tokens, in units of reward.
         low: The least covariance (see `select_top`) that may be selected, in nats times units of reward.
-        high: Where selection ends.
-        fraction: How many to take on average, as a share of all the tokens, in ``(0, 1]``; at least one.
+        high: Covariance at which selection ends, in the same unit.
+        fraction: Share of all the tokens to take on average, in ``(0, 1]``; at least one is taken.
 
     Returns:
         The selection, for `is_selected`.
@@ -104,12 +104,12 @@ def is_selected(
     input_ids: Int[Tensor, "batch sequence"],
     response_mask: Bool[Tensor, "batch response"],
 ) -> Bool[Tensor, "batch response"]:
-    """Which tokens of a micro-batch the whole step's selection takes.
+    """Marks the tokens of a micro-batch that the whole step's selection takes.
 
     Args:
-        selection: Of the whole optimizer step.
+        selection: Selection of the whole optimizer step.
         old_log_probs: Of the response tokens, in nats, as the selection saw them.
-        advantages: Of the response tokens, in units of reward.
+        advantages: Advantages of the response tokens, in units of reward.
         input_ids: Prompt and response tokens, which seed the random choice.
         response_mask: True on response tokens; False on tool output and padding.
 
@@ -156,7 +156,7 @@ class CovarianceLoss(PolicyLoss):
     def select(
         self, old_log_probs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]
     ) -> CovarianceSelection:
-        """Chooses from the response tokens of the whole step."""
+        """Makes the selection from the response tokens of the whole step."""
         raise NotImplementedError
 
     @override
@@ -166,7 +166,7 @@ class CovarianceLoss(PolicyLoss):
         return bound
 
     def is_selected(self, batch: Experience) -> Bool[Tensor, "batch response"]:
-        """Which tokens of this micro-batch were chosen."""
+        """Marks the tokens of this micro-batch that were selected for the step."""
         if self._selection is None:
             raise RuntimeError(
                 f"`{type(self).__name__}` chooses among the tokens of a whole optimizer step, and was called before it"

@@ -58,7 +58,7 @@ def inside_total_variation(
     bound_low: float,
     bound_high: float,
 ) -> Bool[Tensor, "batch response"]:
-    """Which response tokens have not moved too far by total variation in the direction of their advantage.
+    """Marks response tokens that have not moved too far, by total variation, in the direction of their advantage.
 
     With ``p_t`` and ``q_t`` the probabilities of the token now and before::
 
@@ -74,7 +74,7 @@ def inside_total_variation(
         bound_high: How much probability a good token may win, in ``[0, 1]``.
 
     Returns:
-        True on such response tokens.
+        True on the response tokens within the bounds.
     """
     gain = torch.where(response_mask, log_probs.detach().exp() - old_log_probs.exp(), 0.0)
     return response_mask & torch.where(advantages > 0, gain <= bound_high, gain >= -bound_low)
@@ -89,7 +89,7 @@ def inside_binary_kl(
     bound_low: float,
     bound_high: float,
 ) -> Bool[Tensor, "batch response"]:
-    """Which response tokens have not moved too far by binary KL divergence in the direction of their advantage.
+    """Marks response tokens that have not moved too far, by binary KL, in the direction of their advantage.
 
     With ``p_t`` and ``q_t`` the probabilities of the token now and before::
 
@@ -106,7 +106,7 @@ def inside_binary_kl(
         bound_high: How far a good token may rise, in nats.
 
     Returns:
-        True on such response tokens.
+        True on the response tokens within the bounds.
     """
     now = torch.where(response_mask, log_probs.detach(), 0.0)
     before = torch.where(response_mask, old_log_probs, 0.0)
@@ -132,7 +132,7 @@ class _DPPO(PolicyLoss):
         self.max_ratio = max_ratio
 
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
-        """The loss, which tokens have left the trust region, and how far the policy has moved."""
+        """Computes the loss, the tokens outside the trust region, and the policy's shift."""
         args = loss_arguments(log_probs, batch)
         inside = type(self).is_inside(*args, bound_low=self.bound_low, bound_high=self.bound_high)
         loss = dppo_loss(*args[:3], inside, max_ratio=self.max_ratio)

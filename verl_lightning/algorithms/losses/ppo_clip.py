@@ -35,7 +35,7 @@ def ppo_clip_loss(
         advantages: ``A_t``, in units of reward. Constant.
         response_mask: True on response tokens; False on tool output and padding.
         clip_low: How far the ratio may fall below 1, in ``[0, 1)``.
-        clip_high: How far it may rise above 1. Above ``clip_low`` it is DAPO's "clip-higher".
+        clip_high: How far the ratio may rise above 1. Above ``clip_low`` it is DAPO's "clip-higher".
         dual_clip: Ratio beyond which a bad token is pushed no further, above 1; ``inf`` for plain PPO.
 
     Returns:
@@ -63,12 +63,12 @@ def clip_fractions(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[Float[Tensor, "batch response"], Float[Tensor, "batch response"]]:
-    """Which tokens' gradients `ppo_clip_loss` stops, per response token.
+    """Marks the response tokens whose gradients `ppo_clip_loss` stops, by the clip and by the dual clip.
 
     Args:
         log_probs: Of the response tokens under the policy in training, in nats.
         old_log_probs: Of the same tokens under the policy before this batch's first step, in nats.
-        advantages: In units of reward.
+        advantages: Advantages of the tokens, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
         clip_low: As in `ppo_clip_loss`.
         clip_high: As in `ppo_clip_loss`.
@@ -107,7 +107,7 @@ class PPOClip(PolicyLoss):
         self.dual_clip = dual_clip
 
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
-        """The loss, which tokens it clips, and how far the policy has moved."""
+        """Computes the loss, the tokens that it clips, and the policy's shift."""
         args = loss_arguments(log_probs, batch)
         low, high, dual = self.clip_low, self.clip_high, self.dual_clip
         clipped, dual_clipped = clip_fractions(*args, clip_low=low, clip_high=high, dual_clip=dual)
