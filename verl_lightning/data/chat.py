@@ -28,10 +28,10 @@ class TokenizedChat:
     """A conversation's tokens."""
 
     ids: list[int]
-    """All of them."""
+    """Token ids of the whole conversation."""
 
     is_supervised: list[bool]
-    """Whether each is one that the assistant said; its end token included."""
+    """True on tokens that the assistant said, the end token of its turn included."""
 
 
 class ChatTensors(TypedDict):
@@ -47,8 +47,8 @@ class ChatDataset:
 
     Args:
         chats: Tokens and supervision of each row.
-        pad_token_id: Fills the padding.
-        fingerprint: What tells the rows from others; empty if it is not known.
+        pad_token_id: Token that fills the padding.
+        fingerprint: Digest that tells the rows from others; empty if it is not known.
     """
 
     def __init__(self, chats: list[TokenizedChat], *, pad_token_id: int, fingerprint: str = "") -> None:
@@ -104,14 +104,14 @@ class ChatDataModule(TokenizedDataModule):
         batch_size: Sequences of a batch of one rank, in training and validation. At the end of a training epoch, rows
             that don't fill a batch on each rank are left out; validation leaves out none.
         max_length: The most tokens that a conversation may have.
-        overlong: What to do with longer ones, before the first step: ``error`` names one and stops; ``drop`` leaves
+        overlong: Treatment of longer ones, before the first step: ``error`` names one and stops; ``drop`` leaves
             them out and logs how many; ``truncate`` keeps their first tokens and logs how many.
-        unsupervised: What to do with rows in which the assistant says nothing, or nothing that is left after
+        unsupervised: Treatment of rows in which the assistant says nothing, or nothing that is left after
             truncation: ``error`` names one and stops; ``drop`` leaves them out and logs how many.
-        supervise: Whether ``all`` assistant turns are trained, or only the ``last`` of each conversation.
-        enable_thinking: Passed to the chat template of models that have this switch, unless the row says otherwise;
+        supervise: Assistant turns to train: ``all``, or only the ``last`` of each conversation.
+        enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
-        shuffle: Whether training rows are shuffled anew in each epoch, by the run's seed.
+        shuffle: True shuffles the training rows anew in each epoch, by the run's seed.
 
     Raises:
         ValueError: In ``setup``, if a file or row is not as described, or if the template changes a wanted turn once
@@ -203,10 +203,10 @@ def tokenize_chats(
     """Renders and tokenises whole conversations and marks what the assistant said.
 
     Args:
-        rows: With the column ``messages``.
-        tokenizer: A fast one, with a chat template.
-        supervise: Whether all assistant turns are marked or only the last.
-        enable_thinking: For rows that don't say.
+        rows: Rows with the column ``messages``.
+        tokenizer: Fast tokenizer with a chat template.
+        supervise: Assistant turns to mark: all, or only the last.
+        enable_thinking: Value for rows that have none; None leaves it to the template.
 
     Raises:
         ValueError: If the tokenizer can't tell where its tokens lie in the text, or a row can't be rendered.
@@ -254,7 +254,7 @@ def _tokenized(
 
 
 def tokens_in_spans(offsets: list[Span], spans: list[Span]) -> list[bool]:
-    """Whether each token begins within one of the spans.
+    """Tells for each token whether it begins within one of the spans; False for a token without characters.
 
     Args:
         offsets: First character of each token and the one after its last.

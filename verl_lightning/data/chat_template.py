@@ -36,7 +36,7 @@ class ChatTemplate:
     Args:
         text: The template.
         special_tokens: Names and texts of special tokens.
-        added_tokens: Texts of all tokens that are found in a text before anything else is.
+        added_tokens: Texts of all added tokens, which the tokenizer finds in a text before it splits the rest.
     """
 
     def __init__(self, text: str, special_tokens: dict[str, Any], added_tokens: frozenset[str]) -> None:
@@ -47,22 +47,22 @@ class ChatTemplate:
 
     @property
     def is_marked(self) -> bool:
-        """Whether it marks what the assistant says with ``{% generation %}``."""
+        """True if the template marks what the assistant says with ``{% generation %}``."""
         return _GENERATION_MARK.search(self.text) is not None
 
     def render(self, messages: list[Message], tools: Tools = None, *, prompt: bool = False, **options: Any) -> str:
-        """The text of some messages, each in the form that the template takes.
+        """Renders messages as text, each in the form that the template takes.
 
         Args:
-            messages: As ``clean_messages`` returns them.
+            messages: Messages as ``clean_messages`` returns them.
             tools: Tool schemas.
-            prompt: Whether the text ends with the header of a new assistant turn.
+            prompt: True ends the text with the header of a new assistant turn.
             options: Further variables of the template.
         """
         return self._render([self.formed(message) for message in messages], tools, prompt=prompt, **options)
 
     def marked_spans(self, messages: list[Message], tools: Tools, **options: Any) -> list[tuple[int, int]]:
-        """Character spans that the template marks with ``{% generation %}``."""
+        """Returns the character spans that the template marks with ``{% generation %}``."""
         formed = [self.formed(message) for message in messages]
         values: dict[str, Any] = {**self.special_tokens, **options, "tools": tools}
         found: Any = render_jinja_template(
@@ -71,7 +71,7 @@ class ChatTemplate:
         return [(begin, end) for begin, end in found[1][0]]
 
     def formed(self, message: Message) -> Message:
-        """A message in the form that the template takes."""
+        """Returns a message in the form that the template takes."""
         formed = {key: value for key, value in message.items() if key not in FLAG_KEYS}
         if calls := formed.get("tool_calls"):
             formed["tool_calls"] = [self._formed_call(call) for call in calls]
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether a text must be given as a list of parts."""
+        """True if the template takes a text only as a list of parts."""
         parts = [{"type": "text", "text": WORD}]
         as_text, as_parts = (self._tried([{"role": "user", "content": content}]) for content in (WORD, parts))
         return WORD not in as_text and WORD in as_parts
@@ -102,7 +102,7 @@ class ChatTemplate:
 
     @cached_property
     def _call_forms(self) -> dict[str, Message]:
-        """What stands for no text beside a tool call, by the form that arguments may have with it."""
+        """Message fields for a tool call without text, by the form of arguments that goes with them: object or text."""
         for no_text in ({"content": ""}, {"content": None}, {}):
             texts = {form: self._call_text(no_text, form) for form in ("object", "text")}
             # Where both forms are written, but differently, the text is put between something that it has already.
@@ -155,11 +155,11 @@ _found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, str], ChatTem
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> ChatTemplate:
-    """The template of a tokenizer for messages with or without tools; found out about once.
+    """Returns the template of a tokenizer for messages with or without tools; made once.
 
     Args:
-        tokenizer: With one chat template, or with several by name.
-        tools: Tool schemas; some tokenizers have a template of its own for them.
+        tokenizer: Tokenizer with one chat template, or with several by name.
+        tools: Tool schemas; some tokenizers have a template of their own for them.
     """
     text = tokenizer.get_chat_template(tools=tools)
     special = dict(tokenizer.special_tokens_map)

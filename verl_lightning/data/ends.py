@@ -16,7 +16,7 @@ ANSWER: Message = {"role": "assistant", "content": WORD}
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """How a turn ends."""
+    """Tokens that end a turn."""
 
     closing: frozenset[str]
     """Tokens that close a turn; a response ends with them."""
@@ -25,14 +25,15 @@ class Ends:
     """The token that opens the user's next message where the template closes no turn: the model stops at it."""
 
     opening_tool: str | None = None
-    """Likewise, of a tool's result."""
+    """The token that opens a tool's result, likewise where the template closes no turn."""
 
 
 class EndFinder:
     """Finds the tokens that end a turn.
 
     Args:
-        template: It may close a turn with a token of its own, or leave that to the token that opens the next message.
+        template: Chat template; it may close a turn with a token of its own, or leave that to the token that opens the
+            next message.
         eos_token: The tokenizer's end-of-sequence token.
     """
 
@@ -43,7 +44,7 @@ class EndFinder:
         self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
 
     def ends(self) -> Ends:
-        """The tokens that end a turn."""
+        """Finds the tokens that end a turn."""
         after_last = self._after(WORD, [USER, ANSWER])
         after_earlier = self._after(WORD, [USER, ANSWER, USER])
         found = (self.last_token(text) for text in (after_last, self.shared(after_last, after_earlier)))
@@ -54,13 +55,13 @@ class EndFinder:
         return Ends(closing=self._with_eos(closing | self._closing_of_calls()))
 
     def last_token(self, text: str) -> str | None:
-        """The token that a text ends with, white space aside; None if it ends with no token that is always one."""
+        """Returns the added token that a text ends with, white space aside; None if it ends with none."""
         stripped = text.rstrip()
         endings = (stripped[-length:] for length in self._lengths)
         return next((ending for ending in endings if ending in self._tokens), None)
 
     def shared(self, text: str, other: str) -> str:
-        """What two texts begin with alike, in whole tokens: none is cut."""
+        """Returns the common beginning of two texts, shortened so that it cuts no added token."""
         length = len(os.path.commonprefix([text, other]))
         for start in range(max(0, length - max(self._lengths, default=0)), length):
             if any(start + len(self._token_at(one, start)) > length for one in (text, other)):
@@ -68,7 +69,7 @@ class EndFinder:
         return text[:length]
 
     def only_ends(self, text: str, closing: frozenset[str]) -> bool:
-        """Whether a text is nothing but tokens that close a turn and white space."""
+        """Tells whether a text is nothing but tokens that close a turn and white space."""
         tokens = "|".join(map(re.escape, sorted(closing, key=len, reverse=True))) or "(?!)"
         return re.fullmatch(rf"(?:{tokens}|\s)*", text) is not None
 
@@ -90,7 +91,7 @@ class EndFinder:
         return text.rpartition(word)[2]
 
     def _closing_of_calls(self) -> set[str]:
-        """The token that closes a turn with a tool call, unless it only closes a call among others."""
+        """Finds the token that closes a turn with a tool call, unless it only closes a call among others."""
         one, two = (self._after_calls([_call(WORD), *more]) for more in ([], [_call(OTHER_WORD)]))
         last = self.last_token(one)
         if last is None or two.rstrip().removesuffix(last).count(last):
@@ -110,7 +111,7 @@ class EndFinder:
 
 @lru_cache(maxsize=16)
 def find_ends(template: ChatTemplate, eos_token: str | None) -> tuple[EndFinder, Ends]:
-    """How turns end under a template, and what finds their ends; found out once."""
+    """Finds the tokens that end a turn under a template, and returns them after their finder; cached."""
     finder = EndFinder(template, eos_token)
     return finder, finder.ends()
 

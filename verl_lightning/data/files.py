@@ -20,10 +20,10 @@ class Row:
     """A row of a data file."""
 
     values: dict[str, Any]
-    """Its columns."""
+    """Values of the row by column."""
 
     name: str
-    """What error messages call it: its number, counted from 1, and its file."""
+    """Name of the row in error messages: its number, counted from 1, and its file."""
 
     file: str = ""
     """Path of its file."""
@@ -35,7 +35,7 @@ def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row
     Args:
         paths: Files that end in ``.jsonl`` (an object a line; blank lines are skipped), ``.json`` (a list of objects,
             or an object a line), ``.csv`` (with a line of names; all values are texts) or ``.parquet``.
-        columns: Those that every row must have.
+        columns: Columns that every row must have.
 
     Raises:
         ValueError: If a file does not exist, is of another kind, has no rows, or lacks one of the ``columns``.
@@ -45,7 +45,7 @@ def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
-    """A short text that tells rows from others: of all their columns, in their order, wherever the files lie."""
+    """Digests all columns of rows, in the rows' order, into a short text; the files' paths do not count."""
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         digest.update(repr(sorted(row.values.items())).encode(errors="surrogatepass"))
@@ -74,7 +74,7 @@ def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def listed_columns(values: dict[str, Any]) -> str:
-    """The columns that a row has, for messages."""
+    """Lists the columns that a row has, for messages."""
     return ", ".join(f"`{column}`" for column, value in values.items() if value is not None) or "no columns"
 
 
@@ -143,7 +143,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _unpadded(value: Any, kind: Any) -> Any:
-    """A value without the keys that Arrow adds, as None, so that all objects of a column have the same.
+    """Removes the keys that Arrow adds, as None, so that all objects of a column have the same keys.
 
     A key that is None in all rows of the file was written as null and stays.
     """

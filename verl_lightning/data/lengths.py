@@ -1,4 +1,4 @@
-"""What happens to rows of more tokens than the limit: never in silence."""
+"""The limit on the tokens of a row: longer rows stop the run, or are dropped or truncated with a message."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Overlong = Literal["error", "drop", "truncate"]
 def within_limit(
     lengths: Sequence[int], names: Sequence[str], *, limit: int, limit_name: str, overlong: Overlong
 ) -> list[int]:
-    """Positions of the rows to keep; under ``"truncate"`` all of them, and the caller cuts.
+    """Returns the positions of the rows to keep; under ``"truncate"`` all of them, and the caller cuts.
 
     Args:
         lengths: Tokens of each row.
-        names: What messages call each row.
+        names: Name of each row, for messages.
         limit: The most tokens a row may have.
-        limit_name: The option that sets it, for messages.
-        overlong: What to do with longer rows.
+        limit_name: Name of the option that sets ``limit``, for messages.
+        overlong: Treatment of longer rows.
 
     Raises:
         ValueError: If a row is too long and ``overlong`` is ``"error"``, or if no row is left.

@@ -25,26 +25,26 @@ class BatchSource(Protocol[BatchT]):
         """Number of rows."""
 
     def batch(self, indices: list[int], is_duplicate: list[bool]) -> BatchT:
-        """The batch of some rows.
+        """Makes the batch of some rows.
 
         Args:
-            indices: Of the rows, in ``[0, len(self))``.
-            is_duplicate: Which of them only fill up a rank's share and must not count.
+            indices: Positions of the rows, in ``[0, len(self))``.
+            is_duplicate: True for rows that only fill up a rank's share and must not count.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run goes on in the training rows."""
+    """Position in the training rows from which a run goes on."""
 
     epoch: int
-    """Finished epochs."""
+    """Number of finished epochs."""
 
     position: int = 0
     """Rows of the epoch's order that are done."""
 
     note: str = ""
-    """What differs from the run that wrote the checkpoint, and what follows; empty if nothing does."""
+    """Message on what differs from the run that wrote the checkpoint, and what follows; empty if nothing does."""
 
 
 class TrainLoader:
@@ -60,11 +60,11 @@ class TrainLoader:
     Args:
         source: The rows.
         batch_size: Rows of a batch of this rank.
-        rank: Of this process among those that read different rows.
-        world_size: Number of these.
-        shuffle: Whether each epoch has an order of its own; else each has the order of the rows.
-        seed: Of the orders.
-        limit_batches: How many batches of an epoch are used (int), or which share of them (float), as Lightning's
+        rank: Rank of this process among those that read different rows.
+        world_size: Number of the processes that read different rows.
+        shuffle: True gives each epoch an order of its own; else each has the order of the rows.
+        seed: Seed of the orders.
+        limit_batches: Number of batches of an epoch that are used (int), or their share (float), as Lightning's
             ``limit_train_batches``; Lightning cuts the epoch, this loader has to know where.
 
     Raises:
@@ -104,11 +104,11 @@ class TrainLoader:
         self._resumes = False
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches of a whole epoch."""
         return self.num_batches
 
     def __iter__(self) -> Iterator[object]:
-        """The rest of a restored epoch, or else the next epoch."""
+        """Yields the rest of a restored epoch, or else the next epoch."""
         if self._position > 0 and (self._is_over(self._position) or not self._resumes):
             self._epoch += 1
             self._position = 0
@@ -121,7 +121,7 @@ class TrainLoader:
             yield self.source.batch(indices, [False] * len(indices))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, and in what."""
+        """Returns the position of the next batch, and the rows, order and batch size that it counts in."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -142,10 +142,10 @@ class TrainLoader:
             rank_zero_warn(start.note)
 
     def start(self, state: dict[str, Any]) -> Start:
-        """Where a saved state lets the run go on, with the rows, the order and the batch size that there are now.
+        """Returns the position from which a saved state lets the run go on with the present rows, order and batch size.
 
         Args:
-            state: From `state_dict`, of this version or an older one.
+            state: State from `state_dict`, of this version or an older one.
         """
         epoch, position = state["epoch"], state["position"]
         change = self._change_of_rows(state) or self._change_of_order(state)
@@ -163,7 +163,7 @@ class TrainLoader:
         return Start(epoch=epoch, position=position, note=f"{change} {consequence}" if change else "")
 
     def num_done(self, start: Start) -> int:
-        """Batches of the epoch that count as done: all but those of this size that are left."""
+        """Counts the batches of the epoch that are done: all but those of the present size that are left."""
         return self.used_batches - (self._end - start.position) // self.global_batch_size
 
     def _is_over(self, position: int) -> bool:
@@ -171,7 +171,7 @@ class TrainLoader:
 
     @property
     def _fingerprint(self) -> str:
-        """What tells the rows from others; empty if the source does not say."""
+        """Digest that tells the rows from others; empty if the source has none."""
         return str(getattr(self.source, "fingerprint", ""))
 
     def _change_of_rows(self, state: dict[str, Any]) -> str:
@@ -222,8 +222,8 @@ class EvalLoader:
     Args:
         source: The rows.
         batch_size: Rows of a batch of this rank; the last batch may have fewer.
-        rank: Of this process among those that read different rows.
-        world_size: Number of these.
+        rank: Rank of this process among those that read different rows.
+        world_size: Number of the processes that read different rows.
     """
 
     def __init__(self, source: BatchSource[object], *, batch_size: int, rank: int, world_size: int) -> None:
@@ -233,12 +233,12 @@ class EvalLoader:
         self.world_size = world_size
 
     def __len__(self) -> int:
-        """Batches of a pass."""
+        """Number of batches of a pass."""
         rows_per_rank = -(-len(self.source) // self.world_size)
         return -(-rows_per_rank // self.batch_size)
 
     def __iter__(self) -> Iterator[object]:
-        """One pass."""
+        """Yields the batches of one pass."""
         num_rows = len(self.source)
         padded = -(-num_rows // self.world_size) * self.world_size
         positions = range(self.rank, padded, self.world_size)

@@ -19,13 +19,13 @@ _EXAMPLE = '[{"role": "user", "content": "What is 2 + 2?"}]'
 
 
 def clean_messages(messages: Any, *, name: str) -> list[Message]:
-    """Messages whose content is text and that have no keys without a value.
+    """Returns messages whose content is text and that have no keys without a value.
 
     Text given as parts becomes one text. What a tool call's ``arguments`` hold stays as it is.
 
     Args:
         messages: The value of a column.
-        name: What error messages call it.
+        name: Name of this value in error messages.
 
     Raises:
         ValueError: If it is not a list of at least one object that has a ``role``, and ``content`` or ``tool_calls``;
@@ -42,11 +42,11 @@ def clean_messages(messages: Any, *, name: str) -> list[Message]:
 
 
 def is_trained(message: Message, *, name: str) -> bool:
-    """Whether a message's own switch lets it be trained; True where it has none.
+    """Tells whether a message's own switch lets it be trained; True where it has none.
 
     Args:
-        message: It may have ``loss_mask``, ``weight`` or ``train``, 0 or 1, true or false.
-        name: What error messages call it.
+        message: Message, which may have ``loss_mask``, ``weight`` or ``train``: 0 or 1, true or false.
+        name: Name of the message in error messages.
 
     Raises:
         ValueError: If a switch is anything else, or if two disagree.

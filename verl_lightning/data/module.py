@@ -1,4 +1,4 @@
-"""What the data modules have in common: files, tokenised once in ``setup``, dealt out to the ranks."""
+"""The common base of the data modules: files, tokenised once in ``setup``, dealt out to the ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TokenizedDataModule(LightningDataModule):
     The order of the training rows is drawn from the run's seed (``seed_everything``) and the epoch.
 
     Args:
-        train_files: Of the training rows.
-        val_files: Of the rows of ``validate`` and of validation during ``fit``; may be empty.
-        test_files: Of the rows of ``test``; may be empty.
-        shuffle: Whether training rows are shuffled anew in each epoch. Off under ``Trainer(overfit_batches=...)``.
+        train_files: Files of the training rows.
+        val_files: Files of the rows of ``validate`` and of validation during ``fit``; may be empty.
+        test_files: Files of the rows of ``test``; may be empty.
+        shuffle: True shuffles the training rows anew in each epoch; never under ``Trainer(overfit_batches=...)``.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class TokenizedDataModule(LightningDataModule):
 
     @abstractmethod
     def train_batch_size(self, world_size: int) -> int:
-        """Training rows of a batch of one rank."""
+        """Returns the number of training rows in a batch of one rank."""
 
     @abstractmethod
     def eval_batch_size(self, world_size: int) -> int:
-        """Validation and test rows of a batch of one rank."""
+        """Returns the number of validation or test rows in a batch of one rank."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -131,7 +131,7 @@ class TokenizedDataModule(LightningDataModule):
 
     @property
     def _validation_rows(self) -> str:
-        """What tells the validation rows from others; empty without them."""
+        """Digest that tells the validation rows from others; empty without them."""
         loader = self._loaders.get("val")
         return "" if loader is None else str(getattr(loader.source, "fingerprint", ""))
 
@@ -146,11 +146,11 @@ class TokenizedDataModule(LightningDataModule):
 
         Args:
             ids: Tokens of each row.
-            names: What messages call each row.
-            tokenizer: Made them.
+            names: Name of each row, for messages.
+            tokenizer: Tokenizer that made the tokens.
 
         Raises:
-            ValueError: If it lacks one: the tokenizer has more tokens than the model.
+            ValueError: If the model lacks one: the tokenizer has more tokens than the model.
         """
         limit = self._num_embeddings
         for row_ids, name in zip(ids, names, strict=True):
@@ -183,6 +183,6 @@ class TokenizedDataModule(LightningDataModule):
 
 
 def data_parallel_rank_and_size(trainer: Trainer) -> tuple[int, int]:
-    """Rank and number of the processes that read different rows; under model parallelism fewer than all."""
+    """Returns rank and number of the processes that read different rows; under model parallelism fewer than all."""
     kwargs = trainer.distributed_sampler_kwargs
     return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])

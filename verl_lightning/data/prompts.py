@@ -49,8 +49,8 @@ class PromptDataset:
         rows: Columns of each row.
         prompt_ids: Tokens of each row.
         row_index: Position of each row in the data files.
-        pad_token_id: Fills the padding.
-        fingerprint: What tells the rows from others; empty if it is not known.
+        pad_token_id: Token that fills the padding.
+        fingerprint: Digest that tells the rows from others; empty if it is not known.
         files: Paths of the files of each data source.
     """
 
@@ -111,12 +111,12 @@ class PromptDataModule(TokenizedDataModule):
         prompts_per_step: Prompts of one training step, over all ranks.
         val_batch_size: Prompts of one validation or test batch, over all ranks.
         max_prompt_length: The most tokens that a prompt may have, the chat template's included.
-        overlong: What to do with longer prompts, before the first step: ``error`` names one and stops; ``drop`` leaves
+        overlong: Treatment of longer prompts, before the first step: ``error`` names one and stops; ``drop`` leaves
             them out, of training and validation, and logs how many; ``truncate`` keeps their last tokens and logs how
             many.
-        enable_thinking: Passed to the chat template of models that have this switch, unless the row says otherwise;
+        enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
-        shuffle: Whether training prompts are shuffled anew in each epoch, by the run's seed.
+        shuffle: True shuffles the training prompts anew in each epoch, by the run's seed.
 
     Raises:
         ValueError: In ``setup``, if a file or row is not as described, or if the ranks can't share a batch equally.

@@ -39,10 +39,10 @@ def check_columns(columns: Mapping[str, str] | None, known: Sequence[str]) -> No
 
 
 def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
-    """Rows with ``prompt``, a list of messages, ``reward_model`` with ``ground_truth``, and ``data_source``.
+    """Reads rows with ``prompt``, a list of messages, ``reward_model`` with ``ground_truth``, and ``data_source``.
 
     Args:
-        files: Where they are; ``prompt`` may be a text, which the user says, ``ground_truth`` a column of its own, and
+        files: Data files; ``prompt`` may be a text, which the user says, ``ground_truth`` a column of its own, and
             ``data_source`` may be missing: it is then the name of the file.
         columns: Names of the files' columns by the names that they get.
 
@@ -53,10 +53,10 @@ def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | No
 
 
 def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
-    """Rows with ``messages``.
+    """Reads rows with ``messages``.
 
     Args:
-        files: Where they are; instead of ``messages`` a row may have ``prompt`` and ``completion``, texts or lists of
+        files: Data files; instead of ``messages`` a row may have ``prompt`` and ``completion``, texts or lists of
             messages, of which the completion is trained; or ``conversations`` of ShareGPT, with ``from`` and ``value``.
         columns: Names of the files' columns by the names that they get.
 

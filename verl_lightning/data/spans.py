@@ -1,4 +1,4 @@
-"""A whole conversation as text, and where in it the turns to train on lie."""
+"""A whole conversation as text, and the spans in it of the turns to train on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Conversation:
     """A rendered conversation."""
 
     text: str
-    """All of it."""
+    """Text of the whole conversation."""
 
     spans: list[Span]
     """First character of each supervised stretch and the one after its last."""
 
     leaves_out_thoughts: bool
-    """Whether the template left out what the assistant thought in turns that are not supervised."""
+    """True if the template left out what the assistant thought in turns that are not supervised."""
 
 
 def render_conversation(renderer: ChatRenderer, messages: list[Message], supervise: Supervise) -> Conversation:
@@ -39,9 +39,9 @@ def render_conversation(renderer: ChatRenderer, messages: list[Message], supervi
     answers nothing and is not trained, nor are turns whose ``loss_mask`` is 0.
 
     Args:
-        renderer: Of the conversation's row.
+        renderer: Renderer of the conversation's row.
         messages: The whole conversation.
-        supervise: Whether all turns are wanted or only the last.
+        supervise: Assistant turns to train: all, or only the last.
 
     Raises:
         ValueError: If a wanted turn does not stand in the text as the model would say it, has no end token, or if
@@ -77,12 +77,12 @@ class _TurnFinder:
         self.marks = renderer.marked_spans(messages)
 
     def span(self, turn: int) -> Span:
-        """First character of a turn and the one after its end token."""
+        """Finds the first character of a turn and the one after its end token."""
         start = self._start(turn)
         return start, self._last_end(turn, start) if turn + 1 == len(self.messages) else self._earlier_end(turn, start)
 
     def trained(self, turn: int, span: Span) -> list[Span]:
-        """What of a turn is trained: all of it, or what the template marks."""
+        """Returns the spans of a turn that are trained: the whole turn, or the parts that the template marks."""
         if self.marks is None:
             return [span]
         start, end = span
@@ -118,7 +118,7 @@ class _TurnFinder:
 
     @cached_property
     def _header(self) -> str:
-        """What the template writes at the beginning of an assistant's turn in any case."""
+        """Text that the template writes at the beginning of an assistant's turn, answered or not."""
         plain = self.renderer.with_thinking(None)
         asked = plain.render([USER], add_generation_prompt=False)
         prompt = plain.render([USER], add_generation_prompt=True)
@@ -148,7 +148,7 @@ class _TurnFinder:
         raise self._changed(turn)
 
     def _empty_thought(self, turn: int, start: int) -> str:
-        """What templates of reasoning models write before an answer without a thought, but only in the last turn."""
+        """Returns the empty thought that a reasoning model's template puts before an answer in the last turn alone."""
         text = self.renderer.render([*self.messages[:turn], ANSWER], add_generation_prompt=False)
         return text[start:].partition(WORD)[0]
 
@@ -186,7 +186,7 @@ def _wanted(renderer: ChatRenderer, messages: list[Message], supervise: Supervis
 
 
 def _advice(renderer: ChatRenderer, messages: list[Message], supervise: Supervise) -> str:
-    """What would help, of what was tried on this row."""
+    """Names the first setting that helps when it is tried on this row; else another template, or to drop such rows."""
     others: list[tuple[str, ChatRenderer, Supervise]] = [
         ("`enable_thinking: false`", renderer.with_thinking(False), supervise),
         ("`supervise: last` to train the last turn only, or give each turn a row that ends with it", renderer, "last"),

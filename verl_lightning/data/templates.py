@@ -1,4 +1,4 @@
-"""One row's conversation to text by a tokenizer's chat template: all that was written, or a refusal."""
+"""One row's conversation as text by a tokenizer's chat template: all that was written, or a refusal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ChatRenderer:
     """Renders one row's messages with that row's ``tools`` and ``enable_thinking``.
 
     Args:
-        tokenizer: Its chat template is used.
-        row: Columns ``tools`` (a list of JSON schemas, or that list as a JSON string) and ``enable_thinking`` may be
-            absent.
-        enable_thinking: What the template gets where the row has no ``enable_thinking``; None leaves it to the
+        tokenizer: Tokenizer whose chat template is used.
+        row: Row of the conversation. Its columns ``tools`` (a list of JSON schemas, or that list as a JSON string) and
+            ``enable_thinking`` may be absent.
+        enable_thinking: Value for the template where the row has no ``enable_thinking``; None leaves it to the
             template.
 
     Raises:
@@ -53,24 +53,24 @@ class ChatRenderer:
         return chat_template(self.tokenizer, self.tools)
 
     def with_thinking(self, enable_thinking: bool | None) -> Self:
-        """The same, but with another ``enable_thinking``; None leaves it to the template."""
+        """Returns a copy with another ``enable_thinking``; None leaves it to the template."""
         other = copy.copy(self)
         other.enable_thinking = enable_thinking
         return other
 
     def options(self) -> dict[str, Any]:
-        """Variables of the template besides messages and tools."""
+        """Returns the variables of the template besides messages and tools."""
         return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        """The text of some messages.
+        """Renders some messages as text.
 
         Args:
-            messages: As ``clean_messages`` returns them.
-            add_generation_prompt: Whether the text ends with the header of a new assistant turn.
+            messages: Messages as ``clean_messages`` returns them.
+            add_generation_prompt: True ends the text with the header of a new assistant turn.
 
         Raises:
-            ValueError: If the template refuses the messages, or if the text is none that can be tokenised.
+            ValueError: If the template refuses the messages, or if the text can't be tokenised.
         """
         try:
             text = self.template.render(messages, self.tools, prompt=add_generation_prompt, **self.options())
@@ -84,7 +84,7 @@ class ChatRenderer:
         return text
 
     def marked_spans(self, messages: list[Message]) -> list[tuple[int, int]] | None:
-        """Character spans that the template marks with ``{% generation %}``; None if it has no such marks."""
+        """Returns the character spans that the template marks with ``{% generation %}``; None if it has no marks."""
         if not self.template.is_marked:
             return None
         return self.template.marked_spans(messages, self.tools, **self.options())
@@ -97,11 +97,11 @@ class ChatRenderer:
 
         Args:
             messages: The whole conversation.
-            text: What was rendered of it.
+            text: Text that was rendered of the conversation.
             supervised: The text of each supervised turn by its position; it must have all of that message.
 
         Returns:
-            Whether thoughts of turns that are not supervised were left out.
+            True if thoughts of turns that are not supervised were left out.
 
         Raises:
             ValueError: If something else was left out or is written as Python writes it.
@@ -136,12 +136,12 @@ class ChatRenderer:
                     )
 
     def name_of(self, index: int, messages: list[Message]) -> str:
-        """What error messages call a message."""
+        """Returns the name of a message in error messages."""
         return f"message {index + 1} of {len(messages)} in {self.row_name}"
 
 
 def parse_flag(value: Any, *, name: str) -> bool | None:
-    """A bool that may have been written as text: ``"false"`` is False, ``"none"`` and ``""`` are None.
+    """Reads a bool that may have been written as text: ``"false"`` is False, ``"none"`` and ``""`` are None.
 
     Raises:
         ValueError: If it is anything else; a text is never true just because it is not empty.
@@ -155,7 +155,7 @@ def parse_flag(value: Any, *, name: str) -> bool | None:
 
 
 def parse_tools(value: Any, *, name: str) -> Tools:
-    """Tool schemas from a list or from its JSON text, as they are; None where there are none.
+    """Reads tool schemas from a list or from its JSON text, as they are; None where there are none.
 
     Raises:
         ValueError: If it is neither.

@@ -1,4 +1,4 @@
-"""What somebody wrote into a conversation, piece by piece, and whether a chat template writes all of it."""
+"""The pieces that somebody wrote into a conversation, all of which a chat template must write."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Piece:
     """A text, a number, true, false or null."""
 
     place: str
-    """What error messages call where it stands in its message or in ``tools``."""
+    """Name in error messages of the piece's place in its message or in ``tools``."""
 
     message: int | None = None
-    """Position of its message; None if it is of the tools."""
+    """Position of the piece's message; None for a piece of the tools."""
 
     is_thought: bool = False
     """True on what an assistant thought, which many templates leave out of earlier turns."""
@@ -38,11 +38,11 @@ class Piece:
     """True on what a template may write as a JSON text, escapes included."""
 
     def __str__(self) -> str:
-        """The value as JSON writes it, shortened."""
+        """Returns the value as JSON writes it, shortened."""
         return f"`{json.dumps(self.value, ensure_ascii=False)[:80]}`"
 
     def is_in(self, text: str) -> bool:
-        """Whether a text has it, surrounding space aside."""
+        """Tells whether a text has the piece, surrounding space aside; True for a value that is no text."""
         if not isinstance(self.value, str):
             return True
         written = self.value.strip()
@@ -56,19 +56,19 @@ Visit = Callable[[Piece], Any]
 
 
 def map_pieces(messages: list[Message], tools: Tools, visit: Visit) -> tuple[list[Message], Tools]:
-    """The same conversation with each written piece replaced.
+    """Returns the conversation with each written piece replaced.
 
     Args:
-        messages: As ``clean_messages`` returns them.
+        messages: Messages as ``clean_messages`` returns them.
         tools: Tool schemas.
-        visit: What takes a piece and gives what stands in its place.
+        visit: Function that takes a piece and returns the value that stands in its place.
     """
     mapped = [_map_message(index, message, visit) for index, message in enumerate(messages)]
     return mapped, None if tools is None else [_map_schema(tool, "`tools`", visit) for tool in tools]
 
 
 def pieces_of(messages: list[Message], tools: Tools) -> list[Piece]:
-    """All pieces that somebody wrote, in their order; empty texts are none."""
+    """Lists all pieces that somebody wrote, in their order; empty texts are none."""
     found: list[Piece] = []
 
     def collect(piece: Piece) -> Any:
@@ -80,7 +80,9 @@ def pieces_of(messages: list[Message], tools: Tools) -> list[Piece]:
 
 
 def split_thought(content: str) -> tuple[str, str, str, str]:
-    """What stands before an assistant's thought, the thought, the tag that ends it, and the rest; joined, the content.
+    """Splits content into the text before an assistant's thought, the thought, the tag that ends it, and the rest.
+
+    Joined, the four parts are the content again; the first three are empty if it has no thought.
 
     A thought is an element that the content begins with, such as ``<think>...</think>``, or all up to ``</think>``.
     """
@@ -91,7 +93,7 @@ def split_thought(content: str) -> tuple[str, str, str, str]:
 
 
 def parsed_arguments(arguments: Any) -> dict[str, Any] | None:
-    """The arguments of a tool call as an object; None if they are a text that is not one in JSON."""
+    """Returns the arguments of a tool call as an object; None if they are a text that is no JSON object."""
     if isinstance(arguments, dict):
         return arguments
     try:
@@ -154,7 +156,7 @@ def _map_json(value: Any, visit: Visit, **where: Any) -> Any:
 
 
 def _map_schema(value: Any, place: str, visit: Visit) -> Any:
-    """A tool schema with its names and descriptions replaced; what is left is for templates to put in their words."""
+    """Replaces the names and descriptions in a tool schema; templates may put the rest in words of their own."""
     if isinstance(value, list):
         return [_map_schema(item, place, visit) for item in value]
     if not isinstance(value, dict):

@@ -47,7 +47,7 @@ def structural_complaint(
 
     Args:
         template: The chat template.
-        messages: As ``clean_messages`` returns them.
+        messages: Messages as ``clean_messages`` returns them.
         tools: Tool schemas.
         options: Further variables of the template.
         supervised: Positions of the turns whose thoughts must be written.

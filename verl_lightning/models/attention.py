@@ -25,7 +25,7 @@ from verl_lightning.needs import missing_attention
 VARLEN: Final = "varlen"
 
 UNTESTED = "it was not tested; set `packing: always` to try it"
-"""Why a model that could be packed is not."""
+"""Reason not to pack a model that could be packed."""
 
 PACKS_BY_DEFAULT = frozenset(
     {"granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
@@ -42,10 +42,10 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def best_attention(name: str) -> str:
-    """The kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`.
+    """Returns the kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`.
 
     Raises:
-        ValueError: If its package is not installed.
+        ValueError: If the kernel's package is not installed.
     """
     if (complaint := missing_attention(name)) is not None:
         raise ValueError(complaint)
@@ -53,17 +53,17 @@ def best_attention(name: str) -> str:
 
 
 def has_varlen_kernel() -> bool:
-    """Whether torch's variable-length attention runs on this machine's GPU: Ampere or newer."""
+    """Tells whether torch's variable-length attention runs on this machine's GPU: Ampere or newer."""
     return torch.cuda.is_available() and torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def knows_boundaries(attention: str | None) -> bool:
-    """Whether a kernel spends nothing on pairs of tokens of different sequences; `sdpa` masks them instead."""
+    """Tells whether a kernel computes nothing for pairs of tokens of different sequences; `sdpa` masks them instead."""
     return attention in (VARLEN, "flash_attention_2", "flex_attention")
 
 
 def packing_obstacle(backbone: PreTrainedModel) -> str | None:
-    """Why a model cannot score sequences packed in a row; None if it can."""
+    """Returns the reason why a model cannot score sequences packed in a row; None if it can."""
     config = backbone.config.get_text_config()
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if has_state(backbone) or unknown:
@@ -100,23 +100,24 @@ def varlen_attention(
 
     Args:
         module: The attention layer.
-        query: Of one row, rotated already.
-        key: Same; fewer heads under grouped queries.
-        value: Same.
-        attention_mask: Read only if the batch is not packed.
-        scaling: Of the logits; null is ``dim ** -0.5``.
-        dropout: Must be 0 in a packed batch.
+        query: Queries of one row, rotated already.
+        key: Keys, likewise; fewer heads under grouped queries.
+        value: Values, of as many heads as the keys.
+        attention_mask: Mask of a padded batch; not read if the batch is packed.
+        scaling: Factor of the logits; None is ``dim ** -0.5``.
+        dropout: Dropout of attention weights; must be 0 in a packed batch.
         sliding_window: Tokens that each one sees, itself included; None is all before it.
-        cu_seq_lens_q: Where each sequence begins, and the end; None where the batch is padded, as in generation.
+        cu_seq_lens_q: Start of each sequence, and the end; None where the batch is padded, as in generation.
         max_length_q: Tokens of the longest sequence.
-        sequence_part: Which tokens of the row are here, where ranks share it; then a collective.
-        others: What else transformers tells its kernels.
+        sequence_part: This rank's run of the tokens, where ranks share the row; the call is then collective.
+        others: Further options that transformers gives its kernels.
 
     Returns:
         ``[batch, sequence, heads, dim]``, and no attention weights.
 
     Raises:
-        ValueError: If the model changes its scores by what these kernels don't know.
+        ValueError: If the model changes its attention scores in a way that these kernels don't know, or if a packed
+            batch has dropout.
     """
     check_scores(module, others)
     if cu_seq_lens_q is None or max_length_q is None:
@@ -133,10 +134,10 @@ def varlen_attention(
 
 
 def check_scores(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse to leave out what a layer changes its attention scores by: a cap, or sinks beside the tokens.
+    """Refuses a layer that caps its attention scores or adds sinks to them, which the `varlen` kernel would leave out.
 
     Raises:
-        ValueError: With what to set.
+        ValueError: If the layer does either; names the setting to change.
     """
     for name, what in _SCORE_CHANGES.items():
         if options.get(name) is not None:
@@ -149,11 +150,11 @@ def check_scores(module: nn.Module, options: Mapping[str, Any]) -> None:
 def block_diagonal_mask(
     cu_seq_lens: Int[Tensor, " sequences_plus_1"], length: int, *, sliding_window: int | None = None
 ) -> Bool[Tensor, "length length"]:
-    """True where a token (row) sees another (column): its own sequence's, before it, within its window.
+    """Makes a mask, True where a token (row) sees another (column): its own sequence's, before it, within its window.
 
     Args:
-        cu_seq_lens: Where each sequence begins, and the end.
-        length: Tokens of all.
+        cu_seq_lens: Start of each sequence, and the end of the last.
+        length: Tokens of all sequences together.
         sliding_window: Tokens that each one sees, itself included; None is all before it.
     """
     index = torch.arange(length, device=cu_seq_lens.device)
@@ -172,7 +173,7 @@ def _packed_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """By the fastest kernel for these lengths, this type and this device."""
+    """Computes attention by the fastest kernel for these lengths, this type and this device."""
     count, sequence = cu_seq_lens.shape[0] - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_length else None
     if window is None and max_length * count == sequence:
@@ -185,7 +186,7 @@ def _packed_attention(
 
 
 def _equal_attention(query: Tensor, key: Tensor, value: Tensor, count: int, scaling: float | None) -> Tensor:
-    """One causal call over ``count`` sequences of one length."""
+    """Computes attention in one causal call over ``count`` sequences of one length."""
     queries, keys, values = (x.reshape(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (query, key, value))
     output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).flatten(0, 1).unsqueeze(0)

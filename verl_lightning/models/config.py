@@ -1,4 +1,4 @@
-"""What a user says about a model and its optimizer."""
+"""Settings of a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_no_rollout(lora: LoraConfig | None, name: str) -> None:
 
     Args:
         lora: Adapters of the model.
-        name: The user's name of them.
+        name: Key of these adapters in the user's settings.
 
     Raises:
         ValueError: If the option is set.
@@ -84,13 +84,13 @@ class OptimConfig:
     """Decay rates of AdamW's two moments."""
 
     eps: float = 1e-8
-    """Added to AdamW's denominator."""
+    """Constant added to AdamW's denominator."""
 
     weight_decay: float = 0.01
     """Decoupled weight decay."""
 
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 does not clip."""
+    """Largest global norm of the gradients, to which larger ones are scaled down; 0 does not clip."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after warm-up; all but ``constant`` end at ``trainer.max_steps``."""
@@ -134,8 +134,8 @@ class ModelConfig:
     ``varlen`` on GPUs that have it, else ``sdpa``."""
 
     packing: Packing = "auto"
-    """Whether sequences are scored in one row without padding: the same numbers, sooner. ``auto`` packs models that
-    are tested with it where the attention kernel knows where sequences end; ``always`` refuses a model that cannot."""
+    """Packing of sequences in one row without padding: the same scores, sooner. ``auto`` packs models that are tested
+    with it if the attention kernel knows where sequences end; ``always`` refuses a model that can't be packed."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """Blocks whose activations are not kept but computed again in the backward pass: ``none``, ``full`` for all, with

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import IO, Any
 
 BLOCK_BYTES = 2**28
-"""Each block of a file has a CRC of its own, so that several threads can compute them."""
+"""Bytes of a block; each block of a file has a CRC of its own, so that several threads can compute them."""
 
 PIECE_BYTES = 2**24
-"""Read at once."""
+"""Bytes that are read at once."""
 
 THREADS = 4
 
 DIGESTS_FILE = "digests.json"
-"""Where a Hugging Face folder of ours keeps what its files must be."""
+"""File in a Hugging Face folder of ours that holds the digests of the others."""
 
 WEIGHTS_SUFFIX = ".safetensors"
 
@@ -33,7 +33,7 @@ class DamagedFileError(ValueError):
 
     Args:
         path: The file.
-        what: What is wrong with it, as the rest of a sentence.
+        what: Damage of the file, as the rest of a sentence that begins with its path.
     """
 
     def __init__(self, path: str | Path, what: str) -> None:
@@ -47,24 +47,24 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class Digest:
-    """What a file must be."""
+    """Size and CRCs that a file must have."""
 
     size: int
-    """In bytes."""
+    """Size of the file in bytes."""
 
     crcs: tuple[int, ...]
     """CRC-32 of each `BLOCK_BYTES` bytes."""
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types."""
+        """Convert to plain types, as JSON has them."""
         return {"size": self.size, "crc32": [f"{crc:08x}" for crc in self.crcs]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Digest:
-        """What `to_json` gave.
+        """Rebuild a digest from what `to_json` gave.
 
         Raises:
-            KeyError: If it did not give this.
+            KeyError: If `to_json` did not give this.
             TypeError: Likewise.
             ValueError: Likewise.
         """
@@ -75,7 +75,7 @@ class DigestedFile:
     """Writes to a file and keeps the digest of what was written.
 
     Args:
-        file: Open for writing.
+        file: File that is open for writing bytes.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -85,7 +85,7 @@ class DigestedFile:
 
     @property
     def digest(self) -> Digest:
-        """Of all that was written through this object."""
+        """Digest of all that was written through this object."""
         return Digest(self._size, tuple(self._crcs))
 
     def write(self, data: Any) -> int:
@@ -103,7 +103,7 @@ class DigestedFile:
         return count
 
     def tell(self) -> int:
-        """The position in the file."""
+        """Return the position in the file, in bytes."""
         return self._file.tell()
 
     def flush(self) -> None:
@@ -112,18 +112,18 @@ class DigestedFile:
 
 
 def crcs_of(content: bytes) -> tuple[int, ...]:
-    """CRC-32 of each block of what is in memory."""
+    """Compute the CRC-32 of each block of bytes in memory."""
     view = memoryview(content)
     return tuple(zlib.crc32(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
 
 
 def digest_of(path: Path, size: int | None = None, *, num_blank: int = 0) -> Digest:
-    """Read a file, several blocks at a time.
+    """Compute the digest of a file, several blocks at a time.
 
     Args:
         path: The file.
-        size: Bytes to look at, from its start; None takes all.
-        num_blank: How many bytes at the end of these count as zeros, whatever they are.
+        size: Bytes to read from the start of the file; None reads all.
+        num_blank: Number of bytes at the end of these that count as zeros, whatever they are.
     """
     size = path.stat().st_size if size is None else size
     with ThreadPoolExecutor(THREADS) as pool:
@@ -146,7 +146,7 @@ def _block_crc(path: Path, size: int, num_blank: int, start: int) -> int:
 
 
 def check_file(path: Path, expected: Digest) -> None:
-    """Compare a file with what it was when it was written.
+    """Compare a file with its digest from when it was written.
 
     Raises:
         DamagedFileError: If it differs, or is not there.
@@ -167,11 +167,11 @@ def write_digests(folder: Path) -> None:
 
 
 def check_folder(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files of a folder that `write_digests` has seen with what they were; other folders pass.
+    """Compare files of a folder with the digests of `write_digests`; a folder without digests passes.
 
     Args:
-        folder: Of a model or an adapter.
-        names: Files to read; None takes all but weights. Others are only looked for, with their size.
+        folder: Folder of a model or an adapter.
+        names: Names of the files to read; None reads all but weights. Others must be there with their size.
 
     Raises:
         DamagedFileError: If one differs, or is not there.

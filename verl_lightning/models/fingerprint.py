@@ -14,7 +14,7 @@ SAMPLES = 64
 
 
 def base_fingerprint(backbone: nn.Module) -> str:
-    """A short text that tells one base model from another: of names, shapes and evenly spaced values. Collective.
+    """Digests names, shapes and evenly spaced values of a base model, to tell it from others. Collective.
 
     The same weights stored in another type have the same fingerprint as long as no value was rounded.
     """
@@ -22,19 +22,19 @@ def base_fingerprint(backbone: nn.Module) -> str:
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """The same of whole weights in any order; holds one at a time."""
+    """Computes the fingerprint of whole weights in any order; holds one weight at a time."""
     return fingerprint_of({name: sample(name, weight) for name, weight in weights})
 
 
 def sample(name: str, weight: Tensor) -> bytes:
-    """What a fingerprint looks at of a whole weight."""
+    """Returns what a fingerprint reads of a whole weight: its name, its shape and evenly spaced values."""
     values = weight.flatten()
     values = values[:: max(1, len(values) // SAMPLES)].float().cpu()
     return f"{name}{list(weight.shape)}".encode() + values.numpy().tobytes()
 
 
 def fingerprint_of(samples: Mapping[str, bytes]) -> str:
-    """The fingerprint of the weights that samples were taken of, by name."""
+    """Computes the fingerprint of weights from the samples that were taken of them, by name."""
     digest = hashlib.sha256()
     for name in sorted(samples):
         digest.update(samples[name])
@@ -42,17 +42,17 @@ def fingerprint_of(samples: Mapping[str, bytes]) -> str:
 
 
 def without_frozen(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a state dict that is trained, and buffers."""
+    """Returns a state dict without the frozen weights: the trained weights and the buffers."""
     frozen = frozen_names(module)
     return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def with_frozen(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the module's own frozen weights put in where it has none, so that it can be loaded strictly."""
+    """Adds the module's own frozen weights to a state dict where it lacks them, so that it can be loaded strictly."""
     frozen = frozen_names(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name in frozen} | dict(state)
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """Names of the weights that no optimizer changes."""
+    """Returns the names of the weights that no optimizer changes."""
     return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -32,8 +32,8 @@ class ShardWriter:
     """Writes tensors into ``model*.safetensors`` files; holds at most one of them in memory.
 
     Args:
-        folder: Where the files go.
-        max_shard_bytes: A file is closed before it would grow larger; a larger tensor gets a file of its own.
+        folder: Folder of the files.
+        max_shard_bytes: Largest size of a file; a larger tensor gets a file of its own.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int) -> None:
@@ -86,11 +86,11 @@ def write_model(
     """Write weights, ``config.json`` and a ``generation_config.json`` as ``from_pretrained`` reads them.
 
     Args:
-        folder: An empty one.
+        folder: An empty folder.
         backbone: The model whose class and configs are written; its own weights are not read.
         weights: Hugging Face names and whole tensors.
-        dtype: Floating-point weights are stored in it; None leaves them as they are.
-        max_shard_bytes: Largest size of a weights file.
+        dtype: Type in which floating-point weights are stored; None leaves them as they are.
+        max_shard_bytes: Largest size of a weights file, in bytes.
     """
     writer = ShardWriter(folder, max_shard_bytes)
     for name, weight in stored_weights(backbone, weights):
@@ -105,7 +105,7 @@ def write_model(
 
 
 def stored_weights(backbone: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights and saved buffers under the names that files have; transformers holds some fused, experts above all.
+    """Yield weights and saved buffers as files name them; transformers holds some weights fused, experts above all.
 
     Fused weights are cut apart layer by layer, so that no more than one layer is held.
     """
@@ -117,7 +117,7 @@ def stored_weights(backbone: PreTrainedModel, weights: Iterable[tuple[str, Tenso
 
 
 def layer_of(name: str) -> str:
-    """The part of a weight's name up to its layer's number, empty outside of layers."""
+    """Return the part of a weight's name up to its layer's number, empty outside of layers."""
     match = re.match(r".*?\.\d+\.", name)
     return match[0] if match else ""
 
@@ -132,7 +132,7 @@ def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Lends a hidden folder that takes the place of ``path`` at the end; a kill before that leaves ``path`` as it was.
 
-    What was there may be a file: a run that changes its strategy writes folders where it wrote files.
+    At ``path`` there may be a file: a run that changes its strategy writes folders where it wrote files.
 
     An exception removes the hidden folder. One that a kill left behind is cleared by `clear_partial_folders`.
     """
@@ -148,7 +148,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def partial_folder(path: Path) -> Path:
-    """Where `atomic_folder` keeps what is to take the place of a path."""
+    """Return the path at which `atomic_folder` keeps the folder that is to take the place of ``path``."""
     return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
 
 
@@ -164,7 +164,7 @@ def remove_folder(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete what a save leaves behind, a folder or a file, as far as that goes."""
+    """Delete a folder or file that a save left behind, as far as the system lets it."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

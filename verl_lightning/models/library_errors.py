@@ -1,4 +1,4 @@
-"""Says in the user's words what libraries say of a model's folder in theirs."""
+"""Libraries' errors about a model's folder, put into the user's words."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LIBRARY_ERRORS = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     *(SafetensorError, StrictDataclassError),
 )
-"""What transformers and what it calls raise over files and settings that are not as they expect."""
+"""Errors that transformers and what it calls raise over files and settings that are not as they expect."""
 
 
 @contextmanager
 def model_must_be_at(path: str) -> Iterator[None]:
-    """Within it a library reads a model from a path, and nothing else is done.
+    """Turns a library's errors into the user's words while it reads a model from a path; do nothing else within.
 
     Raises:
-        ValueError: If it can't, with what to change.
+        ValueError: If the library can't read the model, with what to change.
     """
     if (complaint := adapter_as_model(path)) is not None:  # transformers would load its base beneath it
         raise ValueError(complaint)
@@ -38,7 +38,7 @@ def model_must_be_at(path: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of an error's message, which libraries follow up with lists; its name if it has none.
+    """Returns the beginning of an error's message, before libraries' lists; the error's type if it has no message.
 
     A line that ends in a colon says nothing without the next.
     """

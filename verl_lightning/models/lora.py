@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 FINGERPRINT_KEY = "base_fingerprint"
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before each name in an adapter file."""
+"""Prefix of each name in a PEFT adapter file."""
 
 UNSUPPORTED = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices"),
 )
-"""Settings of PEFT that change what an adapter means, and that nothing here knows."""
+"""Settings of PEFT that change what an adapter means, and that are not supported here."""
 
 
 def has_adapters(backbone: nn.Module) -> bool:
-    """Whether PEFT adapters were put into this model."""
+    """Tell whether PEFT adapters were put into this model."""
     return hasattr(backbone, "peft_config")
 
 
@@ -55,9 +55,9 @@ def add_adapters(
 
     Args:
         backbone: A transformers model.
-        lora: Which adapters, and where from.
-        task_type: What the model is to PEFT, for whoever loads the adapter later.
-        holds_base: Whether the model holds its weights; else whoever brings them must `check_base`.
+        lora: Settings of the adapters, with the folder that they come from.
+        task_type: PEFT's name for the kind of model, for whoever loads the adapter later.
+        holds_base: True if the model holds its weights; else whoever brings them must `check_base`.
 
     Raises:
         ValueError: If a name is no module's, a tied weight would be untied, or ``lora.adapter_path`` does not fit.
@@ -91,7 +91,7 @@ def add_adapters(
 
 
 def describe_trainable(backbone: nn.Module) -> str:
-    """One line on how much of a model is trained."""
+    """Describe in one line how much of a model is trained."""
     parameters = dict(backbone.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     count, total = sum(p.numel() for p in trained.values()), sum(p.numel() for p in parameters.values())
@@ -101,7 +101,7 @@ def describe_trainable(backbone: nn.Module) -> str:
 
 @contextmanager
 def adapters_off(backbone: PreTrainedModel) -> Iterator[None]:
-    """Within it the base weights alone answer; a no-op for a model without adapters."""
+    """Switch the adapters off within the context, so that the base alone answers; a no-op without adapters."""
     if not has_adapters(backbone):
         yield
         return
@@ -113,13 +113,13 @@ def adapters_off(backbone: PreTrainedModel) -> Iterator[None]:
 
 
 def peft_config(backbone: nn.Module) -> PeftLoraConfig:
-    """PEFT's own description of the adapters in a model."""
+    """Return PEFT's own description of the adapters in a model."""
     configs: dict[str, PeftLoraConfig] = backbone.peft_config  # type: ignore[assignment]
     return configs["default"]
 
 
 def adapter_weights(backbone: PreTrainedModel) -> dict[str, Tensor]:
-    """What is trained, under the names of a PEFT adapter file. Collective."""
+    """Return the trained weights, whole, under the names of a PEFT adapter file. Collective."""
     from peft import get_peft_model_state_dict
 
     trained = {name: whole(p.detach()) for name, p in backbone.named_parameters() if is_adapter_name(name)}
@@ -138,11 +138,11 @@ def write_adapter(
     """Write a PEFT adapter folder, which `PeftModel.from_pretrained` puts on the base model.
 
     Args:
-        folder: An empty one.
-        backbone: The model with the adapters; tells their settings.
-        weights: From `adapter_weights`.
-        fingerprint: Of the base, from `base_fingerprint`; `load_adapter` compares it.
-        dtype: The adapters are stored in it; None leaves them as they are.
+        folder: An empty folder.
+        backbone: Model with the adapters, whose settings are written.
+        weights: Weights from `adapter_weights`.
+        fingerprint: Fingerprint of the base, from `base_fingerprint`; `load_adapter` compares it.
+        dtype: Type in which the adapters are stored; None leaves them as they are.
     """
     stored = {name: weight.to("cpu", dtype or weight.dtype).contiguous() for name, weight in weights.items()}
     metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint}
@@ -159,8 +159,8 @@ def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
 
     Args:
         backbone: A transformers model with adapters.
-        lora: Which adapters, and where from.
-        fingerprint: Of the base, from `base_fingerprint`; None where it is not known yet.
+        lora: Settings of the adapters, with the folder that they come from.
+        fingerprint: Fingerprint of the base, from `base_fingerprint`; None where it is not known yet.
 
     Raises:
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
@@ -171,12 +171,12 @@ def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
 
 
 def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str | None) -> dict[str, Tensor]:
-    """The weights in the folder of ``lora.adapter_path``, by PEFT's names without their prefix.
+    """Read the weights in the folder of ``lora.adapter_path``, by PEFT's names without their prefix.
 
     Args:
         backbone: The model with adapters, of which only names are looked at.
-        lora: Which adapters, and where from.
-        fingerprint: Of the base, from `base_fingerprint`; None where it is not known yet.
+        lora: Settings of the adapters, with the folder that they come from.
+        fingerprint: Fingerprint of the base, from `base_fingerprint`; None where it is not known yet.
 
     Raises:
         ValueError: If the folder is not a LoRA adapter, or not of these settings, or was trained on another base.
@@ -202,12 +202,12 @@ def check_base(folder: Path, path: str, fingerprint: str) -> None:
     """Refuse an adapter that was trained on other weights, where its folder says on which.
 
     Args:
-        folder: The adapter's.
-        path: The base's, for people.
-        fingerprint: Of the base, from `base_fingerprint`.
+        folder: Folder of the adapter.
+        path: Path of the base, for the message.
+        fingerprint: Fingerprint of the base, from `base_fingerprint`.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If the fingerprints differ.
     """
     with open_safetensors(folder / ADAPTER_WEIGHTS) as file:
         stored = (file.metadata() or {}).get(FINGERPRINT_KEY)
@@ -219,10 +219,10 @@ def check_base(folder: Path, path: str, fingerprint: str) -> None:
 
 
 def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
-    """What a PEFT folder says of itself, if it fits.
+    """Check the configuration in a PEFT folder against ``lora``, and return it.
 
     Raises:
-        ValueError: With what to change.
+        ValueError: If it does not fit, with what to change.
     """
     if (complaint := missing_adapter(folder)) is not None:
         raise ValueError(complaint)
@@ -247,7 +247,7 @@ def check_names(backbone: PreTrainedModel, lora: LoraConfig) -> None:
     """Refuse names that no module has, and modules whose weight is tied to another's.
 
     Raises:
-        ValueError: With the closest names.
+        ValueError: If there are any; with the closest names for one that no module has.
     """
     modules = [name for name, _ in backbone.named_modules() if name]
     targets = lora.target_modules
@@ -265,7 +265,7 @@ def check_names(backbone: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _named(modules: list[str], ends: list[str], option: str) -> list[str]:
-    """The modules whose names end so."""
+    """Return the modules whose names have one of these ends."""
     chosen = []
     for end in ends:
         matching = [name for name in modules if name == end or name.endswith(f".{end}")]

@@ -21,16 +21,16 @@ class PackedTokens:
     """Sequences in a row, without padding."""
 
     input_ids: Int[Tensor, "1 total"]
-    """Their tokens."""
+    """Tokens of the sequences, one sequence after another."""
 
     position_ids: Int[Tensor, "1 total"]
-    """From 0 in each of them."""
+    """Position of each token in its sequence, from 0."""
 
     cu_seq_lens: Int[Tensor, " rows_plus_1"]
-    """Where each begins, and the end; int32, as kernels want it."""
+    """Start of each sequence, and the end of the last; int32, as kernels want it."""
 
     max_length: int
-    """Tokens of the longest."""
+    """Tokens of the longest sequence."""
 
     predictors: Int[Tensor, " scored"]
     """Positions in the row, ascending, that predict the scored tokens: the one before each."""
@@ -45,20 +45,20 @@ class PackedTokens:
     """Rows and response columns of the padded batch."""
 
     part: SequencePart | None = None
-    """Which tokens of the row these are, where ranks share it; ``cu_seq_lens`` are those of the whole row."""
+    """Run of the row that these tokens are, where ranks share it; ``cu_seq_lens`` are those of the whole row."""
 
     moves: tuple[list[int], list[int]] | None = None
-    """Rows of hidden states that go to each rank and that come from each, where ranks score as many tokens each."""
+    """Numbers of hidden states that go to each rank and that come from each, where ranks score equal shares."""
 
     def shared_by(self, group: dist.ProcessGroup, *, balances: bool) -> PackedTokens:
-        """This rank's run of the tokens, and what it scores. Waits for the device to count that.
+        """Returns this rank's run of the tokens, and those that it scores. Waits for the device to count them.
 
-        Each rank gets a token: models cannot take none.
+        Each rank gets at least one token: models cannot take none.
 
         Args:
-            group: The ranks that share the row.
-            balances: Whether each rank scores as many tokens, which takes a `predicting` of all of them; else those
-                that its own run predicts.
+            group: Ranks that share the row.
+            balances: True if ranks score equal shares of the tokens, which takes a `predicting` of all ranks; else each
+                scores those that its own run predicts.
         """
         if (missing := group.size() - self.input_ids.shape[1]) > 0:
             return self._with_another(missing).shared_by(group, balances=balances)
@@ -82,10 +82,10 @@ class PackedTokens:
         )
 
     def predicting(self, hidden: Float[Tensor, "1 own dim"]) -> Float[Tensor, "1 scored dim"]:
-        """The hidden states that predict what this rank scores. Collective where ranks score as many tokens each.
+        """Returns the hidden states that predict what this rank scores. Collective where ranks score equal shares.
 
         Args:
-            hidden: Of this rank's tokens.
+            hidden: Hidden states of this rank's tokens.
         """
         own = hidden[:, self.predictors]
         if self.moves is None or self.part is None:
@@ -93,7 +93,7 @@ class PackedTokens:
         return exchange(own[0], *self.moves, self.part.group)[None]
 
     def _with_another(self, length: int) -> PackedTokens:
-        """With one more sequence, of which nothing is scored."""
+        """Adds one more sequence, of which nothing is scored."""
         end = self.cu_seq_lens[-1:]
         return replace(
             self,
@@ -104,15 +104,15 @@ class PackedTokens:
         )
 
     def unpack(self, scores: Float[Tensor, "1 scored"]) -> Float[Tensor, "batch response"]:
-        """Scores in the batch's own columns, those of all ranks that share it; 0 where ``response_mask`` is False."""
+        """Puts scores, of all ranks that share the row, in the batch's columns; 0 where ``response_mask`` is False."""
         columns = scores.new_zeros(self.shape).index_put(self.target, scores.squeeze(0))
         return columns if self.part is None else sum_over_group(columns, self.part.group)
 
     def model_inputs(self, *, has_kernel: bool) -> dict[str, Any]:
-        """Arguments of a transformers model, for sequences that must not see one another.
+        """Returns the arguments of a transformers model, for sequences that must not see one another.
 
         Args:
-            has_kernel: Whether the attention kernel reads boundaries itself; else transformers derives its mask from
+            has_kernel: True if the attention kernel reads boundaries itself; else transformers derives its mask from
                 ``position_ids``, which it does only without an attention mask.
         """
         return {
@@ -129,13 +129,13 @@ class PackedTokens:
 
 
 def pack(batch: TokenBatch) -> PackedTokens:
-    """The real tokens of a batch in a row, by rows; those with ``response_mask`` are scored.
+    """Puts the real tokens of a batch in one row, sequence after sequence; those with ``response_mask`` are scored.
 
     A token is predicted by the real token before it, whatever padding lies between. Waits for the device only if the
     batch does not bring its `RowLengths`.
 
     Args:
-        batch: With any padding; a token that is scored is real and has a real one before it.
+        batch: Batch with any padding; a token that is scored is real and has a real one before it.
     """
     lengths = batch.known_lengths()
     is_real, columns = batch.attention_mask, batch.input_ids.shape[1]
@@ -159,7 +159,7 @@ def pack(batch: TokenBatch) -> PackedTokens:
 
 
 def _moves(runs: Sequence[range], shares: Sequence[range], rank: int) -> tuple[list[int], list[int]]:
-    """How many scored tokens of its run a rank sends to each rank's share, and gets for its own share from each."""
+    """Counts the scored tokens of its run that a rank sends to each share, and those that it gets from each rank."""
     sent = [_overlap(runs[rank], share) for share in shares]
     return sent, [_overlap(run, shares[rank]) for run in runs]
 
@@ -169,5 +169,5 @@ def _overlap(one: range, other: range) -> int:
 
 
 def _true_positions(mask: Bool[Tensor, "rows columns"], count: int) -> Int[Tensor, " count"]:
-    """Flat positions of the True elements in order; unlike ``nonzero`` it does not wait for the device."""
+    """Returns the flat positions of the True elements in order; unlike ``nonzero`` it does not wait for the device."""
     return mask.logical_not().flatten().argsort(stable=True)[:count]

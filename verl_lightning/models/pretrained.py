@@ -67,16 +67,16 @@ def read_generation_config(path: str) -> GenerationConfig | None:
 
 
 def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A tokenizer.
+    """Read a tokenizer.
 
     Args:
         path: Folder or hub name.
-        options: Of transformers.
+        options: Further options of transformers.
 
     Raises:
         DamagedFileError: If the folder is one of ours, and not as it was written.
-        OSError: If there is none.
-        ForeignCodeError: If it has code of its own.
+        OSError: If there is no tokenizer.
+        ForeignCodeError: If the tokenizer has code of its own.
     """
     with nothing_executed(path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
@@ -84,12 +84,12 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
-    """A model with its weights, and the names of weights that its files don't hold.
+    """Read a model with its weights, and the names of weights that its files don't hold.
 
     Args:
         auto_class: One of transformers' auto classes.
         path: Folder or hub name.
-        options: Of transformers.
+        options: Further options of transformers.
 
     Raises:
         DamagedFileError: If the folder is one of ours, and not as it was written.
@@ -105,12 +105,12 @@ def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTra
 
 
 def make_model(auto_class: AutoClass, path: str, **options: Any) -> PreTrainedModel:
-    """A model without its weights: what it holds is made up.
+    """Make a model without reading its weights: those that it holds are made up.
 
     Args:
         auto_class: One of transformers' auto classes.
         path: Folder or hub name.
-        options: Of transformers.
+        options: Further options of transformers.
 
     Raises:
         DamagedFileError: If the folder is one of ours, and not as it was written.
@@ -136,7 +136,7 @@ def check_weights(path: str) -> None:
 
 @contextmanager
 def nothing_executed(path: str) -> Iterator[None]:
-    """Within it transformers reads from a path, told not to trust its code.
+    """Refuse, within the context, a path that transformers can't read without running code that the path holds.
 
     Raises:
         DamagedFileError: If the folder is one of ours, and its small files are not as they were written.

@@ -56,8 +56,8 @@ class TokenScorer(nn.Module):
     Args:
         backbone: A causal language model, or its trunk alone for the head ``value``.
         value_head: Maps hidden states to values; None for a policy alone.
-        head: What is scored.
-        packs: Whether batches are scored without their padding, all sequences in one row.
+        head: Scores that the model gives: log-probs, values or both.
+        packs: True if batches are scored without their padding, all sequences in one row.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class TokenScorer(nn.Module):
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
-        """Scores of the response tokens, each predicted from the position before it.
+        """Score the response tokens, each predicted from the position before it.
 
         Args:
-            batch: On the model's device.
-            with_entropy: Also return the entropy of each token's distribution.
+            batch: Batch on the model's device.
+            with_entropy: True also returns the entropy of each token's distribution.
         """
         return self._packed(batch, with_entropy) if self.packs else self._padded(batch, with_entropy)
 
@@ -104,7 +104,7 @@ class TokenScorer(nn.Module):
         return scores if self.value_head is None else replace(scores, values=self._values(hidden))
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
-        """The same from the real tokens alone, in one row; 0 where nothing is trained on."""
+        """Score the real tokens alone, in one row; 0 where ``response_mask`` is False."""
         packed, output_head = pack(batch), None if self.head == "value" else self._linear_head()
         hidden: Tensor | None
         if self.sequence_group is not None:
@@ -127,13 +127,13 @@ class TokenScorer(nn.Module):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Within it the base weights alone answer; a no-op for a model without adapters."""
+        """Switch the adapters off within the context, so that the base alone answers; a no-op without adapters."""
         with adapters_off(self.backbone):
             yield
 
     @property
     def attention_cost(self) -> float:
-        """What causal attention to one token costs, as a share of all other compute of a token.
+        """Compute of causal attention to one token, as a share of all other compute of a token.
 
         A pass takes ``2 * parameters`` operations a token for matrix products and ``4 * layers * heads * head_dim``
         for a pair of tokens, of which causal attention computes half::
@@ -146,15 +146,15 @@ class TokenScorer(nn.Module):
         return float(config.num_hidden_layers * width / sum(weight.numel() for weight in self.parameters()))
 
     def base_fingerprint(self) -> str:
-        """What tells the weights under adapters from others. Collective."""
+        """Return a short text that tells the weights under adapters from others. Collective."""
         return base_fingerprint(self.backbone)
 
     def weight_shapes(self) -> dict[str, list[int]]:
-        """Shape of each whole weight, by name."""
+        """Return the shape of each whole weight, by name."""
         return {name: list(weight.shape) for name, weight in self.named_parameters()}
 
     def _linear_head(self) -> nn.Linear | None:
-        """The output head if log-probs follow from hidden states and its weight alone; see `PLAIN_HEADS`."""
+        """Return the output head if log-probs follow from hidden states and its weight alone; see `PLAIN_HEADS`."""
         head = self.backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_plain = type(head) is nn.Linear and head.bias is None and not self.scores_squares
         return head if is_plain and self.backbone.config.model_type in PLAIN_HEADS else None
@@ -192,7 +192,7 @@ class TokenScorer(nn.Module):
 
 
 def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
-    """Positions that count real tokens only, so that left padding moves nothing."""
+    """Return positions that count real tokens only, so that left padding moves nothing."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
@@ -200,8 +200,8 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
     """Load a model from its Hugging Face folder and give it the heads it needs.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
+        config: Settings of the model and its training.
+        head: Scores that the model gives.
         trainable: False freezes every weight.
 
     Raises:
@@ -215,11 +215,11 @@ def build_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
 
 
 def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
-    """The scorer that `build_scorer` builds, on the meta device: no weight is read, none takes memory.
+    """Build the scorer of `build_scorer` on the meta device: no weight is read, none takes memory.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
+        config: Settings of the model and its training.
+        head: Scores that the model gives.
         trainable: False freezes every weight.
     """
     if config.lora is not None:
@@ -231,7 +231,7 @@ def build_skeleton(config: ModelConfig, head: Head, *, trainable: bool) -> Token
 
 
 def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
-    """The model without its weights: what it holds is made up.
+    """Make the model without reading its weights: those that it holds are made up.
 
     Raises:
         ValueError: If there is no model at ``config.path``.
@@ -258,15 +258,15 @@ def assemble(
     trainable: bool,
     holds_base: bool = True,
 ) -> TokenScorer:
-    """A scorer of a model and its heads, with adapters where it is to have them.
+    """Make a scorer of a model and its heads, with adapters if it is trained and the settings have them.
 
     Args:
         backbone: The model.
-        value_head: Of a head that scores values.
-        config: How the model is trained.
-        head: What it scores.
+        value_head: Head that scores values; None for a policy alone.
+        config: Settings of the model and its training.
+        head: Scores that the model gives.
         trainable: False freezes every weight.
-        holds_base: Whether the model holds its weights; else whoever brings them must `check_base` of its adapters.
+        holds_base: True if the model holds its weights; else whoever brings them must `check_base` of its adapters.
     """
     if config.lora is not None and trainable:
         backbone = add_adapters(
@@ -282,10 +282,10 @@ def assemble(
 
 
 def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
-    """Whether a model's batches are packed.
+    """Tell whether a model's batches are packed.
 
     Raises:
-        ValueError: If ``packing: always`` is asked of a model that cannot.
+        ValueError: If ``packing: always`` is asked of a model that can't be packed.
     """
     obstacle = packing_obstacle(backbone)
     if packing == "always" and obstacle is not None:
@@ -304,7 +304,7 @@ def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
 
 
 def make_value_head(backbone: PreTrainedModel) -> nn.Linear:
-    """A value head for a trunk: zeros, since a random one makes the first updates huge."""
+    """Make a value head for a trunk: zeros, since a random one makes the first updates huge."""
     head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False, dtype=backbone.dtype)
     nn.init.zeros_(head.weight)
     return head
@@ -314,7 +314,7 @@ def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
     """Go on from the value head beside the adapter or the model that training starts from, if there is one.
 
     Raises:
-        ValueError: If it is of another model.
+        ValueError: If the value head is of another model.
     """
     adapter = config.lora.adapter_path if config.lora is not None else None
     files = [Path(folder) / VALUE_HEAD_FILE for folder in (adapter, config.path) if folder is not None]
@@ -350,10 +350,10 @@ def load_backbone(config: ModelConfig, auto_class: AutoClass) -> PreTrainedModel
 
 
 def check_none_missing(path: str, missing: Collection[str]) -> None:
-    """Refuse a folder that leaves weights of the model at what was drawn for them.
+    """Refuse a folder that lacks weights of the model, which would stay as they were drawn.
 
     Args:
-        path: The folder's.
+        path: Path of the folder.
         missing: Names of weights that its files don't hold.
 
     Raises:

@@ -33,18 +33,18 @@ class SequencePart:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each rank, as equal as can be."""
+        """Number of tokens of each rank, as equal as can be."""
         share, rest = divmod(self.total, self.group.size())
         return [share + (rank < rest) for rank in range(self.group.size())]
 
     @property
     def runs(self) -> list[range]:
-        """Which tokens of the row each rank has."""
+        """Range of the row's tokens that each rank has."""
         return [range(end - length, end) for end, length in zip(accumulate(self.lengths), self.lengths, strict=True)]
 
     @property
     def tokens(self) -> slice:
-        """Which tokens of the row this rank has."""
+        """Slice of the row's tokens that this rank has."""
         own = self.runs[self.group.rank()]
         return slice(own.start, own.stop)
 
@@ -54,14 +54,14 @@ class SequencePart:
         key: Float[Tensor, "1 kv_heads own dim"],
         value: Float[Tensor, "1 kv_heads own dim"],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of the row for this rank's share of the heads. Collective, as is its backward pass.
+        """Gathers all tokens of the row for this rank's share of the heads. Collective, as is its backward pass.
 
         Where there are fewer key heads than ranks, several ranks get the same one.
 
         Args:
-            query: Of this rank's tokens.
-            key: Same.
-            value: Same.
+            query: Queries of this rank's tokens.
+            key: Keys of these tokens.
+            value: Values of these tokens.
 
         Returns:
             ``[1, heads of this rank, total, dim]`` of each.
@@ -77,10 +77,10 @@ class SequencePart:
         return queries, keys, values
 
     def exchange_for_tokens(self, output: Float[Tensor, "1 total own_heads dim"]) -> Float[Tensor, "1 own heads dim"]:
-        """All heads of this rank's tokens: back from `exchange_for_heads`. Collective, as is its backward pass.
+        """Gathers all heads of this rank's tokens: undoes `exchange_for_heads`. Collective, as is its backward pass.
 
         Args:
-            output: Of attention, for this rank's heads.
+            output: Output of attention for this rank's heads.
         """
         size, own = self.group.size(), self.lengths[self.group.rank()]
         parts = exchange(output.squeeze(0), self.lengths, [own] * size, self.group)
@@ -91,7 +91,7 @@ def exchange(blocks: Tensor, sent: list[int], received: list[int], group: dist.P
     """Sends a block of rows to each rank and receives one from each. Collective, as is its backward pass.
 
     Args:
-        blocks: One after another, by rank.
+        blocks: Blocks of rows, one after another by rank.
         sent: Rows of the block for each rank.
         received: Rows of the block from each rank.
         group: The ranks.
@@ -101,12 +101,12 @@ def exchange(blocks: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 def sum_over_group(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's tensor, on every rank. Collective in the forward pass.
+    """Sums every rank's tensor, on every rank. Collective in the forward pass.
 
     Each rank's part gets the whole gradient, as each rank computes the whole loss.
 
     Args:
-        part: This rank's.
+        part: Tensor of this rank.
         group: The ranks.
     """
     summed: Tensor = _SumOverGroup.apply(part, group)  # type: ignore[no-untyped-call]

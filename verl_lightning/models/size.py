@@ -1,4 +1,4 @@
-"""How large a model is, and what it keeps of each token until its backward pass; estimates, made before it is built."""
+"""Estimates of a model's size and of what it keeps of a token until its backward pass, made before it is built."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ class ModelRole(NamedTuple):
     """A model that a module asks its strategy for."""
 
     name: str
-    """For people, and of the module's attribute."""
+    """Name of the model for people, and of the module's attribute."""
 
     config: ModelConfig
-    """Which model, and how it is trained."""
+    """Settings of the model and its training."""
 
     head: Head
-    """What it scores."""
+    """Scores that the model gives."""
 
     trainable: bool
-    """Whether it is trained."""
+    """True if the model is trained."""
 
     key: str = "model.actor"
-    """The user's key of its settings."""
+    """Key of the model in the user's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """In which types a model computes."""
+    """Sizes of the types in which a model computes."""
 
     width: int
     """Bytes of an activation."""
 
     stream_width: int
-    """Bytes of what travels between blocks: larger than ``width`` under autocast, which casts at each layer."""
+    """Bytes of a value between blocks: larger than ``width`` under autocast, which casts at each layer."""
 
     is_fused: bool = False
-    """Whether kernels are fused, by `torch.compile` or by hand, so that nothing is kept twice."""
+    """True if kernels are fused, by `torch.compile` or by hand, so that nothing is kept twice."""
 
     @property
     def casts(self) -> bool:
-        """Whether each layer casts its input for itself; a whole model then holds weights in both types."""
+        """True if each layer casts its input for itself; a whole model then holds weights in both types."""
         return self.stream_width > self.width
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What the memory of a model depends on; numbers of weights, or of values of a token."""
+    """Sizes on which the memory of a model depends: numbers of weights, or of values of a token."""
 
     weights: int
-    """All weights; tied ones once."""
+    """Number of all weights; tied ones count once."""
 
     trainable: int
-    """Of them in training."""
+    """Number of weights in training."""
 
     weight_width: int
     """Bytes of a stored weight."""
 
     num_blocks: int
-    """Repeated layers."""
+    """Number of blocks, the repeated layers."""
 
     recomputed_blocks: int
-    """Of them with activation checkpointing."""
+    """Number of blocks with activation checkpointing."""
 
     largest_block: int
     """Weights of the largest block."""
@@ -82,28 +82,28 @@ class ModelSize:
     """Values of a token between blocks."""
 
     queries: int
-    """Of all its query heads."""
+    """Values of a token in all query heads."""
 
     keys: int
-    """Of all its key heads, as many as of its value heads."""
+    """Values of a token in all key heads, as many as in all value heads."""
 
     heads: int
-    """Query heads."""
+    """Number of query heads."""
 
     feed_forward: int
-    """Of the feed-forward layer; of a mixture, of all experts that a token is sent to."""
+    """Values of a token in the feed-forward layer; in a mixture, in all experts that a token is sent to."""
 
     normalizes_heads: bool
-    """Whether queries and keys have norms of their own."""
+    """True if queries and keys have norms of their own."""
 
     vocabulary: int
     """Logits of a token, 0 for a value model."""
 
     chunks_logits: bool
-    """Whether logits are made a chunk at a time, from hidden states."""
+    """True if logits are made a chunk at a time, from hidden states."""
 
     def block_bytes(self, compute: Compute) -> int:
-        """What one block keeps of a token until its backward pass.
+        """Estimates the bytes that one block keeps of a token until its backward pass.
 
         Counted from what autograd saves of a pre-norm block with grouped-query attention, without a kernel that holds
         attention's scores: inputs of norms (float32 copies and what they scale, where kernels are not fused), inputs of
@@ -119,11 +119,11 @@ class ModelSize:
         return copies * (2 * self.hidden + normed) + width * (values + linear_inputs * self.hidden) + sums
 
     def activation_bytes(self, tokens: int, compute: Compute) -> int:
-        """What all blocks keep of a forward pass, and the one at work computes again.
+        """Estimates the bytes that all blocks keep of a forward pass, and those that the block at work computes again.
 
         Args:
-            tokens: Of the pass.
-            compute: The types of it.
+            tokens: Tokens of the pass.
+            compute: Types of the pass.
         """
         block = self.block_bytes(compute)
         inputs = self.recomputed_blocks * self.hidden * compute.stream_width
@@ -131,11 +131,11 @@ class ModelSize:
         return tokens * (inputs + whole * block)
 
     def head_bytes(self, tokens: int, compute: Compute) -> int:
-        """What the step from hidden states to log-probs and back takes at its peak.
+        """Estimates the bytes that the step from hidden states to log-probs and back takes at its peak.
 
         Args:
-            tokens: Of the pass.
-            compute: The types of it.
+            tokens: Tokens of the pass.
+            compute: Types of the pass.
         """
         last_norm = tokens * self.hidden * (4 + 2 * compute.width)
         logits = tokens * self.vocabulary
@@ -147,7 +147,7 @@ class ModelSize:
 
 
 def model_size(scorer: TokenScorer) -> ModelSize:
-    """The size of a model, which may be on the meta device."""
+    """Measures a model, which may be on the meta device."""
     backbone = scorer.backbone
     config = backbone.config.get_text_config()
     blocks = _blocks(backbone)
@@ -184,7 +184,7 @@ def _blocks(backbone: PreTrainedModel) -> list[nn.Module]:
 
 
 def _feed_forward(config: Any) -> int:
-    """Values of a token in the widest layers of a block."""
+    """Counts the values of a token in the widest layers of a block."""
     dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     chosen = getattr(config, "num_experts_per_tok", None)
     if not chosen:

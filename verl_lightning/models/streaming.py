@@ -28,19 +28,19 @@ from verl_lightning.models.weights import base_name
 
 
 def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterator[dict[str, Tensor]]:
-    """What `build_scorer` would build, by the names of its parameters and buffers, a layer at a time.
+    """Yields the parameters and buffers of the scorer that `build_scorer` builds, by name, a layer at a time.
 
     First comes what no file of the model holds: buffers, a value head, adapters with the very numbers that
     `build_scorer` would draw. Tied weights come under one of their names, or under each.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
+        config: Settings of the model and its training.
+        head: Scores that the model gives.
         trainable: False freezes every weight.
 
     Raises:
         ValueError: At once, if there is no model at ``config.path``, or an adapter is not as asked for; after the last
-            layer, if it was trained on another base.
+            layer, if the adapter was trained on another base.
     """
     lora = config.lora if trainable else None
     adapter = None if lora is None or lora.adapter_path is None else Path(lora.adapter_path)
@@ -57,11 +57,11 @@ def stream_scorer(config: ModelConfig, head: Head, *, trainable: bool) -> Iterat
 
 
 def build_hollow(config: ModelConfig, head: Head, *, trainable: bool) -> TokenScorer:
-    """The scorer that `build_scorer` builds, but the model's weights are zeros that take no memory.
+    """Builds the scorer of `build_scorer`, but with zeros that take no memory for the model's weights.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
+        config: Settings of the model and its training.
+        head: Scores that the model gives.
         trainable: False freezes every weight.
     """
     handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def build_hollow(config: ModelConfig, head: Head, *, trainable: bool) -> TokenSc
 def _checked(
     weights: Iterator[dict[str, Tensor]], skeleton: PreTrainedModel, adapter: Path, path: str
 ) -> Iterator[dict[str, Tensor]]:
-    """The same weights; refuses them at the end if the adapter was trained on others."""
+    """Yields the weights as they are; refuses them at the end if the adapter was trained on others."""
     first = {id(weight): name for name, weight in skeleton.named_parameters()}
     names = {name: first[id(weight)] for name, weight in skeleton.named_parameters(remove_duplicate=False)}
     samples: dict[str, bytes] = {}
@@ -96,7 +96,7 @@ def _checked(
 def _parts(
     scorer: TokenScorer, weights: Iterator[dict[str, Tensor]], *, has_own_copies: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """What is the scorer's own, then the files' by the scorer's names."""
+    """Yields the tensors that no file holds, then those of the files by the scorer's names."""
     own = dict(scorer.named_buffers())
     places: dict[str, list[str]] = {name.removeprefix("backbone."): [name] for name in own}
     for name, weight in scorer.named_parameters(remove_duplicate=False):
@@ -115,7 +115,7 @@ def _parts(
 
 
 def _stored_name(name: str, *, has_own_copies: bool) -> str | None:
-    """The model's own name of a scorer's parameter, None if the model's files don't hold it."""
+    """Returns the model's own name of a scorer's parameter, None if the model's files don't hold it."""
     inner = name.removeprefix("backbone.")
     if inner == name or ".lora_" in inner:
         return None

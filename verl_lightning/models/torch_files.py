@@ -13,22 +13,22 @@ from safetensors import SafetensorError, safe_open
 from verl_lightning.models.digests import DamagedFileError
 
 UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
-"""What torch raises for files that are not its own, or not whole."""
+"""Errors that torch raises for files that are not its own, or not whole."""
 
 
 def load_values(source: Any, path: Path, *, weights_only: bool = True, way_out: str = "", **options: Any) -> Any:
-    """`torch.load`, whose refusals name the file in one sentence.
+    """Reads a file by `torch.load`, with refusals that name the file in one sentence.
 
     Args:
-        source: What to read.
-        path: The file that it comes from, for messages.
+        source: File that `torch.load` reads.
+        path: Path of the file, for messages.
         weights_only: False reads any object, which may run code.
-        way_out: What to do about a file that holds more than values, as a sentence with a leading space.
-        options: More of `torch.load`.
+        way_out: Advice about a file that holds more than values, as a sentence with a leading space.
+        options: Further options of `torch.load`.
 
     Raises:
-        DamagedFileError: If it can't be read.
-        FileNotFoundError: If it is not there.
+        DamagedFileError: If the file can't be read.
+        FileNotFoundError: If the file is not there.
     """
     try:
         return torch.load(source, weights_only=weights_only, **({"map_location": "cpu"} | options))
@@ -39,10 +39,10 @@ def load_values(source: Any, path: Path, *, weights_only: bool = True, way_out: 
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """A file of tensors, of which only the header is read yet.
+    """Opens a file of tensors, of which only the header is read yet.
 
     Raises:
-        DamagedFileError: If it is not whole.
+        DamagedFileError: If the file is not whole.
     """
     try:
         return safe_open(file, framework="pt")
@@ -51,7 +51,7 @@ def open_safetensors(file: Path) -> safe_open:
 
 
 def reason_of(error: Exception, way_out: str = "") -> str:
-    """Why a file of `torch.save` can't be read, as the rest of a sentence that begins with its name."""
+    """Returns the reason why `torch.save`'s file can't be read, as the rest of a sentence that begins with its name."""
     text = str(error)
     if match := re.search(r"GLOBAL ([\w.]+)|(?:unrecognized function|but got) (<[^>]+>)", text):
         name = match[1] or match[2]

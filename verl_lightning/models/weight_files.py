@@ -39,13 +39,13 @@ def weight_files(path: str) -> list[Path]:
 
 
 def stream_weights(skeleton: PreTrainedModel, files: list[Path]) -> Iterator[dict[str, Tensor]]:
-    """A model's weights and stored buffers, converted as `from_pretrained` does it.
+    """Yield a model's weights and stored buffers, converted as `from_pretrained` does it.
 
     One layer is held at a time, or one weight outside of layers.
 
     Args:
         skeleton: The model on the meta device, as it is again after each step.
-        files: From `weight_files`.
+        files: Paths from `weight_files`.
     """
     groups: dict[str, dict[str, Path]] = {}
     for file in files:

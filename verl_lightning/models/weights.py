@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def merged_weights(backbone: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each weight's Hugging Face name and value, adapters merged in; tied weights come once.
+    """Yields each weight's Hugging Face name and value, adapters merged in; tied weights come once.
 
     The base weights are never written to, so nothing drifts however often this runs.
 
@@ -32,34 +32,34 @@ def merged_weights(backbone: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_weights(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each weight of the model without adapters, by its Hugging Face name; tied weights come once."""
+    """Yields each weight of the model without adapters, by its Hugging Face name; tied weights come once."""
     for name, parameter in backbone.named_parameters():
         if not is_adapter_name(name):
             yield base_name(name), parameter
 
 
 def base_name(name: str) -> str:
-    """The Hugging Face name of a weight that PEFT has wrapped."""
+    """Returns the Hugging Face name of a weight that PEFT has wrapped."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether this parameter was added by PEFT: a LoRA matrix, or the trained copy of a whole module."""
+    """Tells whether a parameter was added by PEFT: a LoRA matrix, or the trained copy of a whole module."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def value_head_weights(value_head: nn.Linear | None) -> dict[str, Tensor]:
-    """Whole tensors of a value head by name, none without one. Collective."""
+    """Returns the whole tensors of a value head by name, none without a head. Collective."""
     if value_head is None:
         return {}
     return {name: whole(parameter.detach()) for name, parameter in value_head.named_parameters()}
 
 
 def as_type(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight in another type, unless it holds integers or the type is None."""
+    """Converts a weight to another type, unless it holds integers or the type is None."""
     return weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of it if every rank holds a part. Collective."""
+    """Returns the tensor itself, or all of it if every rank holds a part. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""What a reward function gets and gives; stdlib only, so that workers start fast."""
+"""The sample that a reward function gets, and the function's protocol; stdlib only, so that workers start fast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RewardSample:
 
 
 class RewardFn(Protocol):
-    """What a user brings to judge responses: any callable of one sample, or as ``signatures.py`` says.
+    """A user's function that judges responses: any callable of one sample, or of keywords as in ``signatures.py``.
 
     Returns a finite number, or a mapping with one under the key ``reward``; other numbers in it are logged as metrics.
     None for a reward means that there is none, and leaves the sample out. Should it fail, it must raise: the sample is

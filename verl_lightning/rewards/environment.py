@@ -22,11 +22,11 @@ _REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 
 def worker_environment(environment: Mapping[str, str], allowed: Collection[str] | None) -> dict[str, str]:
-    """The variables that a worker gets.
+    """Selects the environment variables that a worker gets.
 
     Args:
-        environment: Of the process that starts it.
-        allowed: Names that it gets beside the basic ones; None gives it all.
+        environment: Variables of the process that starts the worker.
+        allowed: Names of the variables that it gets beside the basic ones; None gives it all.
     """
     if allowed is None:
         return dict(environment)

@@ -42,7 +42,7 @@ def gsm8k_flexible(sample: RewardSample) -> float:
     """1 if the last number of the response equals the ground truth, else 0; asks for no ``####``.
 
     Args:
-        sample: As for ``gsm8k``.
+        sample: Sample as for ``gsm8k``.
 
     Returns:
         0 or 1.

@@ -47,7 +47,7 @@ def check_exists(name: str) -> None:
     """Refuses a name behind which there can be no function, without importing anything.
 
     Args:
-        name: As for `load_reward_function`.
+        name: Name as for `load_reward_function`.
 
     Raises:
         ValueError: If it is no built-in name, or its file or package is not there.

@@ -29,7 +29,7 @@ _START_SECONDS = 300.0  # to import the function's module, which may load a mode
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Which reward function judges the responses, and how it is run."""
+    """Reward function that judges the responses, and settings for running it."""
 
     function: str
     """A built-in name (``gsm8k``, ``gsm8k_flexible``, ``math``, ``exact_match``, ``tag_format``, ``boxed_format``), an
@@ -47,8 +47,8 @@ class RewardConfig:
     """Workers of each rank: processes, or Ray actors with one CPU each."""
 
     backend: Literal["processes", "ray"] = "processes"
-    """Where the workers run: ``processes`` on the rank's own machine, or ``ray`` anywhere in the Ray cluster, which
-    replaces those that die."""
+    """Kind of the workers: ``processes`` on the rank's own machine, or ``ray`` actors anywhere in the Ray cluster,
+    which replaces those that die."""
 
     timeout: float = 30.0
     """Seconds that one sample may take. A sample that takes longer is left out, and its worker is killed."""
@@ -75,7 +75,7 @@ class RewardConfig:
 
 
 def make_pool(config: RewardConfig) -> RewardPool | RayRewardPool:
-    """The pool of a configuration's back end, not started yet."""
+    """Makes the pool of a configuration's back end; does not start it."""
     if config.backend == "processes":
         return RewardPool(config)
     from verl_lightning.rewards.ray_pool import RayRewardPool  # late: it needs this file
@@ -84,7 +84,7 @@ def make_pool(config: RewardConfig) -> RewardPool | RayRewardPool:
 
 
 def with_error_share(config: RewardConfig, max_error_share: float | None) -> RewardConfig:
-    """The configuration with another share of failures; the same for None."""
+    """Returns the configuration with another ``max_error_share``; for None the same configuration."""
     return config if max_error_share is None else dataclasses.replace(config, max_error_share=max_error_share)
 
 
@@ -92,11 +92,11 @@ def check_failures(config: RewardConfig, results: RewardResults) -> None:
     """Stops a run whose reward function fails too often.
 
     Args:
-        config: Has the share that may fail.
-        results: Of a batch, so far.
+        config: Settings of the function, with the share of samples that may fail.
+        results: Results of a batch so far.
 
     Raises:
-        RunError: If more samples have failed.
+        RunError: If a larger share of the samples has failed.
     """
     num_samples = len(results.rewards)
     if results.num_errors + results.num_timeouts <= config.max_error_share * num_samples:
@@ -149,8 +149,8 @@ class RewardPool:
         """Scores a batch.
 
         Args:
-            samples: Any number, also none.
-            max_error_share: In the place of the configured one.
+            samples: Samples, any number or none.
+            max_error_share: Share of samples that may fail; None takes the configured one.
 
         Returns:
             One reward a sample, in order; None for samples to leave out.

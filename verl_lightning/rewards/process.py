@@ -23,25 +23,25 @@ _MAX_LINE = 2**26  # bytes of an answer, far above any that a worker gives
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker was asked."""
+    """A request that a worker was sent."""
 
     unit: int
     """Number of the unit of samples in the batch; -1 for the first request, to load the function."""
 
     timeout: float
-    """Seconds that it may take."""
+    """Seconds that the request may take."""
 
     tag: bytes = field(default_factory=lambda: secrets.token_hex(8).encode())
-    """What its answer begins with, and nothing else that user code might write into the pipe."""
+    """Beginning of its answer, and of nothing else that user code might write into the pipe."""
 
 
 class WorkerProcess:
     """A worker process, spoken to without ever blocking.
 
     Args:
-        first_line: What the worker is to load, see ``verl_lightning.rewards.worker``.
-        environment: Its environment variables.
-        start_timeout: Until it must have done so, in seconds.
+        first_line: Line that names the function to load, see ``verl_lightning.rewards.worker``.
+        environment: Environment variables of the worker.
+        start_timeout: Seconds that loading the function may take.
     """
 
     def __init__(self, first_line: bytes, *, environment: Mapping[str, str], start_timeout: float) -> None:
@@ -81,9 +81,9 @@ class WorkerProcess:
         """Hands over units of samples; the first one's time starts now.
 
         Args:
-            units: Their numbers in the batch.
-            requests: The same, encoded.
-            timeouts: Of each, in seconds.
+            units: Numbers of the units in the batch.
+            requests: Encoded samples of each unit.
+            timeouts: Seconds that each unit may take.
         """
         self._assign([Assignment(unit, timeout) for unit, timeout in zip(units, timeouts, strict=True)], requests)
 
@@ -107,8 +107,8 @@ class WorkerProcess:
         """Reads the answers that have come.
 
         Returns:
-            In the order of the queue; none if a line is incomplete or the pipe is at its end. They end where something
-            else than the answer to the next request has come.
+            Answers in the order of the queue; none if a line is incomplete or the pipe is at its end. They end where
+            something else than the answer to the next request has come.
         """
         received = os.read(self.answers, 1 << 16)
         self.is_at_end = not received
@@ -141,10 +141,10 @@ class WorkerProcess:
         """Kills the process, with all that user code started, and frees the pipes.
 
         Args:
-            patience: Seconds in which it may end by itself.
+            patience: Seconds in which the process may end by itself.
 
         Returns:
-            How the worker ended, such as ``exit code 3`` or ``SIGSEGV``.
+            End of the worker in words, such as ``exit code 3`` or ``SIGSEGV``.
         """
         code = self._process.end(patience)
         for pipe in self._pipes:

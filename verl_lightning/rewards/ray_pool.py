@@ -82,8 +82,8 @@ class RayRewardPool:
         """Scores a batch.
 
         Args:
-            samples: Any number, also none.
-            max_error_share: In the place of the configured one.
+            samples: Samples, any number or none.
+            max_error_share: Share of samples that may fail; None takes the configured one.
 
         Returns:
             One reward a sample, in order; None for samples to leave out.
@@ -120,11 +120,11 @@ def join_units(units: Sequence[Sequence[RewardSample]], *, size: int) -> list[li
 
 
 def merge_results(parts: Sequence[RewardResults], sizes: Sequence[int]) -> RewardResults:
-    """The results of a batch from those of its parts.
+    """Merges the results of a batch from those of its parts.
 
     Args:
-        parts: In the order of the samples.
-        sizes: Samples of each part.
+        parts: Results of the parts, in the order of the samples.
+        sizes: Number of samples of each part.
     """
     names = dict.fromkeys(name for part in parts for name in part.components)
     columns = {

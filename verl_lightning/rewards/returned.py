@@ -50,7 +50,7 @@ def check_list(returned: Any, length: int) -> list[Any]:
 
     Args:
         returned: As many rewards as samples; anything to iterate over but text and mappings.
-        length: Samples.
+        length: Number of samples.
 
     Raises:
         RewardMistakeError: If it is something else.

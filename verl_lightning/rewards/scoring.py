@@ -1,4 +1,4 @@
-"""One batch of samples on its way through the workers, and what comes of it."""
+"""One batch of samples on its way through the workers, and its results."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class RewardResults:
     """Samples that no function has seen, as too many others had failed."""
 
     first_traceback: str | None = None
-    """What happened to the first sample that failed or ran out of time; None if none has."""
+    """Traceback or message of the first sample that failed or ran out of time; None if none has."""
 
     first_mistake: str | None = None
-    """What happened to the first sample that failed by a fault which no response is to blame for; None if none has."""
+    """Traceback of the first sample that failed by a fault which no response is to blame for; None if none has."""
 
     unlogged: tuple[str, ...] = ()
-    """Names of other values that are no numbers."""
+    """Names of returned values that are no numbers and are not logged."""
 
 
 def units_of(samples: Sequence[RewardSample], *, is_batched: bool) -> list[list[RewardSample]]:
-    """Divides samples into those that one call judges.
+    """Divides samples into units, each of them judged by one call.
 
     Args:
-        samples: In their order.
+        samples: Samples of a batch in their order.
         is_batched: True for a function of lists: a call judges the samples in a row that have the same prompt. Else
-            each has its own.
+            each sample has its own.
     """
     if not is_batched:
         return [[sample] for sample in samples]
@@ -60,11 +60,11 @@ def units_of(samples: Sequence[RewardSample], *, is_batched: bool) -> list[list[
 
 
 class ScoringBatch:
-    """Keeps who waits, who has an answer and who failed.
+    """Keeps which samples wait, which have an answer and which failed.
 
     Args:
-        units: The samples, those together that one call judges.
-        num_workers: Among which the units are shared out.
+        units: Samples of the batch, in units that one call judges.
+        num_workers: Number of workers among which the units are shared out.
     """
 
     def __init__(self, units: Sequence[Sequence[RewardSample]], *, num_workers: int) -> None:
@@ -124,7 +124,7 @@ class ScoringBatch:
         self._timeouts |= dict.fromkeys(self._positions(unit), what)
 
     def results(self) -> RewardResults:
-        """What has come of the samples so far."""
+        """Returns the results of the samples so far."""
         positions = range(self.num_samples)
         answers = [self._answers[i] for i in positions if i in self._answers]
         names = dict.fromkeys(name for answer in answers for name in answer["components"])

@@ -29,7 +29,7 @@ class Convention:
     """True if each keyword is a list, with one element a sample."""
 
     keywords: Callable[[Sequence[RewardSample]], dict[str, Any]]
-    """All that a function may ask for."""
+    """Function from samples to all keywords that a reward function may ask for."""
 
     only: tuple[str, ...] | None = None
     """Names of the keywords; None where the data's columns are among them."""
@@ -38,7 +38,7 @@ class Convention:
     """Keywords that another library gives and that we don't have."""
 
     reward_key: str = "reward"
-    """Under which a mapping may hold the reward."""
+    """Key under which a mapping may hold the reward."""
 
 
 def _verl_keywords(samples: Sequence[RewardSample]) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class BoundReward:
 
     Args:
         name: Its name in the settings.
-        function: The user's.
+        function: The user's function.
         arguments: Keyword arguments of each call.
 
     Raises:
-        ValueError: If it can't be called in any way, or does not take the arguments.
+        ValueError: If the function can't be called in any way, or does not take the arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -121,13 +121,14 @@ class BoundReward:
         return self._convention is not None and self._convention.is_batched
 
     def judge(self, samples: Sequence[RewardSample]) -> list[Any]:
-        """What the function returned for each sample.
+        """Calls the function, and returns what it returned for each sample.
 
         Args:
-            samples: One, unless it is batched.
+            samples: One sample, or several if the function is batched.
 
         Raises:
-            RewardMistakeError: If the samples lack what it asks for, or if it did not return one reward for each.
+            RewardMistakeError: If the samples lack what the function asks for, or if it did not return one reward for
+                each.
             Exception: Whatever the function raises.
         """
         if self._convention is None:
@@ -167,7 +168,7 @@ class BoundReward:
             )
 
     def _problem(self, given: Collection[str]) -> str | None:
-        """Why no call would do; None if one would."""
+        """Returns the reason why any call would fail; None if one would do."""
         if self._convention is None:
             try:
                 self._signature.bind(None, **self._arguments)
@@ -181,7 +182,7 @@ class BoundReward:
 
 
 def find_convention(signature: inspect.Signature) -> Convention | None:
-    """How a function wants to be called; None for one that takes a sample."""
+    """Finds the convention by which a function is called; None for a function that takes a sample."""
     needed = _needed(signature)
     return next((convention for convention in CONVENTIONS if convention.marker in needed), None)
 
@@ -202,7 +203,7 @@ def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _needed(signature: inspect.Signature) -> list[str]:
-    """Names of the parameters without a default."""
+    """Returns the names of the parameters without a default."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature.parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]

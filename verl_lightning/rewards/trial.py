@@ -11,7 +11,7 @@ from verl_lightning.rewards.scoring import RewardResults
 
 
 def trial_responses(ground_truth: Any) -> list[str]:
-    """Two responses that a function should be able to judge: the right answer, where it is text, and a wrong one."""
+    """Returns two responses that any function should judge: the right answer, where it is text, and a wrong one."""
     is_text = isinstance(ground_truth, str | int | float) and not isinstance(ground_truth, bool)
     return [str(ground_truth) if is_text else "", ANY_RESPONSE]
 
@@ -19,13 +19,13 @@ def trial_responses(ground_truth: Any) -> list[str]:
 def trial_warning(
     config: RewardConfig, data_source: str, responses: Sequence[str], results: RewardResults
 ) -> str | None:
-    """What a trial has shown that the user should know; None if all is well.
+    """Returns a warning if the function failed on each response of a trial, or returned None for each; else None.
 
     Args:
         config: The function and its limits.
-        data_source: Of the row that was tried.
-        responses: What was judged.
-        results: What came of it.
+        data_source: Data source of the row that was tried.
+        responses: Responses that were judged.
+        results: Results of the trial.
 
     Raises:
         ValueError: If the function has a fault that no response is to blame for.
@@ -48,7 +48,7 @@ def trial_warning(
 
 
 def trial_note(config: RewardConfig, results: RewardResults) -> str | None:
-    """What else a trial has shown; None if that is nothing."""
+    """Returns a note on the values of a trial that are no numbers, and so are not logged; None if there are none."""
     if not results.unlogged:
         return None
     names = ", ".join(f"`{name}`" for name in results.unlogged)

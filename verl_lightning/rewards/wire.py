@@ -1,4 +1,4 @@
-"""What crosses the pipes between pool and workers: one JSON value a line, never pickle."""
+"""The lines in the pipes between pool and workers: one JSON value a line, never pickle."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def encode_samples(samples: Sequence[RewardSample]) -> bytes:
     seconds, bytes base64 text, decimals and UUIDs text. Keys become text.
 
     Args:
-        samples: As read from the data set.
+        samples: Samples as read from the data set.
 
     Returns:
         ASCII with a line feed at its end and nowhere else.
 
     Raises:
-        TypeError: If a value of another type is in them.
+        TypeError: If a sample has a value of another type.
     """
     return encode_line([vars(sample) for sample in samples])
 
@@ -42,7 +42,7 @@ def add_tag(tag: bytes, line: bytes) -> bytes:
 
 
 def split_tag(line: bytes) -> tuple[bytes, bytes]:
-    """The tag and the line that it was added to."""
+    """Splits a line into its tag and the line that the tag was added to."""
     tag, _, rest = line.partition(b" ")
     return tag, rest
 

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked, and how responses are sampled."""
+"""The protocol of rollout engines, their prompts, and the settings of sampling."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Guide:
     """
 
     regex: str = ""
-    """The whole response matches this regular expression."""
+    """Regular expression that the whole response matches."""
 
     choice: list[str] = field(default_factory=list)
-    """The response is one of these."""
+    """Texts of which the response is one."""
 
     json: str = ""
-    """The response is JSON of this schema, itself written in JSON."""
+    """JSON schema, itself written in JSON, that the response fits."""
 
     grammar: str = ""
-    """The response is a sentence of this grammar, in extended Backus-Naur form."""
+    """Grammar, in extended Backus-Naur form, of which the response is a sentence."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("regex", "choice", "json", "grammar") if getattr(self, name)]
@@ -46,7 +46,7 @@ class Guide:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How responses are sampled from the policy."""
+    """Settings for sampling responses from the policy."""
 
     num_samples: int = 1
     """Responses per prompt; the group size of group-relative advantages."""
@@ -67,7 +67,7 @@ class SamplingConfig:
     """Texts after which a response ends, besides its end token. Needs vLLM."""
 
     guide: Guide | None = None
-    """What a response must look like; None leaves it free. Needs vLLM."""
+    """Form that a response must have; None leaves it free. Needs vLLM."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -85,7 +85,7 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens can never be sampled."""
+        """True if some tokens can never be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.guide is not None
 
 
@@ -108,18 +108,18 @@ class Prompts:
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[list[int]], seeds: list[list[int]]) -> Self:
-        """Prompts of these tokens, on the CPU."""
+        """Make prompts of these tokens, on the CPU."""
         rows = [torch.tensor(row).flip(0) for row in tokens]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flip(1)
         mask = torch.arange(ids.shape[1]).flip(0) < torch.tensor([len(row) for row in rows])[:, None]
         return cls(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
 
     def tokens(self) -> list[list[int]]:
-        """Each prompt's real tokens."""
+        """Return each prompt's real tokens."""
         return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """Return the prompts on another device."""
         return replace(self, prompt_ids=self.prompt_ids.to(device), prompt_mask=self.prompt_mask.to(device))
 
 

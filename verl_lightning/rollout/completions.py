@@ -1,4 +1,4 @@
-"""From an engine's answers to single requests to the rollout of a batch."""
+"""The rollout of a batch, made from an engine's answers to single requests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Completion(NamedTuple):
     """The response, its end token included."""
 
     log_probs: list[float]
-    """Of these tokens under the engine's policy, in nats."""
+    """Log-probs of these tokens under the engine's policy, in nats."""
 
     is_truncated: bool
-    """Whether it met the length limit before its end."""
+    """True if the response met the length limit before its end."""
 
     is_own: list[bool] | None = None
     """False on tokens that the policy read from others in the middle of it; None where all are its own."""
 
 
 def request_name(prompts: Prompts, row: int) -> str:
-    """What a user knows a rollout's row by."""
+    """Returns the user's name for a row of a rollout: its prompt and sample, counted from 0."""
     samples = len(prompts.seeds[0])
     return f"prompt {row // samples}, sample {row % samples}"
 
@@ -35,13 +35,13 @@ def request_name(prompts: Prompts, row: int) -> str:
 def to_rollout(
     prompts: Prompts, sampling: SamplingConfig, completions: list[Completion], *, pad_token_id: int
 ) -> Rollout:
-    """Rows padded to the longest response, on the prompts' device.
+    """Makes the rollout of a batch: rows padded to the longest response, on the prompts' device.
 
     Args:
-        prompts: What was asked.
-        sampling: How it was answered.
-        completions: One for each sample of each prompt; those of one prompt are adjacent.
-        pad_token_id: Fills the end of shorter responses.
+        prompts: Prompts that were answered.
+        sampling: Settings by which the responses were sampled.
+        completions: One completion for each sample of each prompt; those of one prompt are adjacent.
+        pad_token_id: Token that fills the end of shorter responses.
     """
     device = prompts.prompt_ids.device
     tokens = [torch.tensor(completion.token_ids) for completion in completions]

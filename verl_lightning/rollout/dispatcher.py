@@ -48,8 +48,8 @@ class EngineActor:
         """Loads the policy's weights.
 
         Args:
-            version: Their number.
-            weights: From `store_weights`.
+            version: Number of this version of the weights.
+            weights: References from `store_weights`.
         """
         self.ready()  # again, if Ray has replaced this actor
         self._version = None
@@ -75,8 +75,8 @@ class Batch:
     """Prompts of some callers that are answered together.
 
     Args:
-        version: Of the weights that they want.
-        sampling: How they want it.
+        version: Version of the weights that the callers want.
+        sampling: Settings of sampling that they want.
     """
 
     def __init__(self, version: int, sampling: SamplingConfig) -> None:
@@ -96,7 +96,7 @@ class Dispatcher:
     Args:
         replicas: `EngineActor` actors.
         num_callers: Processes that ask.
-        pad_token_id: Fills the end of shorter responses.
+        pad_token_id: Token that fills the end of shorter responses.
     """
 
     def __init__(self, replicas: Sequence[Any], num_callers: int, pad_token_id: int) -> None:
@@ -115,8 +115,8 @@ class Dispatcher:
         """Has all replicas load the policy's weights, those that start later too.
 
         Args:
-            version: Their number.
-            weights: From `store_weights`.
+            version: Number of this version of the weights.
+            weights: References from `store_weights`.
         """
         self._version, self._weights = version, weights
         await self._pool.tell_all(lambda replica: replica.load_weights.remote(version, weights))
@@ -171,7 +171,7 @@ class Dispatcher:
 
 
 def version_message(found: int, expected: int) -> str:
-    """Why a run stops whose engines have other weights than its trainer."""
+    """Says why a run stops whose engines have other weights than its trainer."""
     return (
         f"A rollout engine has version {found} of the weights, but {expected} was asked for. The run stops, for it"
         " would learn from another policy; please report this."

@@ -26,7 +26,7 @@ class HFEngine:
     Args:
         config: The policy's model.
         eos_token_ids: Tokens that end a response.
-        pad_token_id: Fills the end of shorter responses.
+        pad_token_id: Token that fills the end of shorter responses.
         batch_size: Most sequences sampled at once.
     """
 
@@ -46,11 +46,11 @@ class HFEngine:
 
     @property
     def weight_bytes(self) -> int:
-        """Of its own copy of the policy, whole on the device and there while the policy learns."""
+        """Bytes of the engine's own copy of the policy, whole on the device and there while the policy learns."""
         return sum(weight.nbytes for weight in self._running.parameters())
 
     def cache_bytes(self, sequences: int, tokens: int) -> int:
-        """Keys and values of every layer while it samples so many sequences of so many tokens, prompts among them."""
+        """Count the bytes of all layers' keys and values, for so many sequences of so many tokens, prompts included."""
         config = self._running.config.get_text_config()
         heads = config.num_attention_heads
         width = (getattr(config, "num_key_value_heads", None) or heads) * (
@@ -111,7 +111,7 @@ class HFEngine:
         return torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device))
 
     def _generate_chunk(self, prompts: Prompts, sampling: SamplingConfig, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, mask and log-probs of one chunk's responses, each ``[sequences, max_new_tokens]``."""
+        """Sample one chunk's responses: tokens, mask and log-probs, each ``[sequences, max_new_tokens]``."""
         model, num_samples = self._running, sampling.num_samples
         mask = prompts.prompt_mask[rows].to(model.device)
         noise = _noise([seed for seeds in prompts.seeds[rows] for seed in seeds], sampling.max_new_tokens, model.device)
@@ -147,8 +147,8 @@ def sample_tokens(
     """Draw one token a row by inverting the cumulative distribution at ``noise``.
 
     Args:
-        logits: Unscaled, float32.
-        noise: Uniform in ``[0, 1)``, float64.
+        logits: Logits before the temperature, float32.
+        noise: Random numbers, uniform in ``[0, 1)``, float64.
         sampling: Temperature and truncation.
 
     Returns:
@@ -167,7 +167,7 @@ def sample_tokens(
 
 
 def _truncate(probs: Float[Tensor, "batch vocab"], sampling: SamplingConfig) -> Float[Tensor, "batch vocab"]:
-    """Zero for tokens outside top-k and top-p."""
+    """Set the probabilities of tokens outside top-k and top-p to zero."""
     ordered, order = probs.sort(-1, descending=True)
     is_in = ordered.cumsum(-1) - ordered < sampling.top_p
     if sampling.top_k:
@@ -176,7 +176,7 @@ def _truncate(probs: Float[Tensor, "batch vocab"], sampling: SamplingConfig) -> 
 
 
 def _noise(seeds: list[int], length: int, device: torch.device) -> Float[Tensor, "batch length"]:
-    """One row of uniform numbers for each seed, drawn on the CPU so that devices agree."""
+    """Draw one row of uniform numbers for each seed, on the CPU so that devices agree."""
     generator = torch.Generator()
     rows = [torch.rand(length, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows).to(device)

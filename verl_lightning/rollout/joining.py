@@ -16,11 +16,11 @@ from verl_lightning.types import Rollout
 
 
 def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
-    """Prompts padded on the left, responses on the right, groups kept apart.
+    """Joins rollouts into one: prompts padded on the left, responses on the right, groups kept apart.
 
     Args:
-        parts: At least one, with any widths.
-        pad_token_id: Fills ``input_ids``.
+        parts: Rollouts, at least one, of any widths.
+        pad_token_id: Token that fills the padding of ``input_ids``.
     """
     responses = max(part.response_mask.shape[1] for part in parts)
     prompts = max(part.input_ids.shape[1] - part.response_mask.shape[1] for part in parts)
@@ -35,11 +35,11 @@ def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
 
 
 def select_prompts(rollout: Rollout, prompts: Int[Tensor, " chosen"]) -> Rollout:
-    """The responses to some prompts, numbered anew in this order.
+    """Selects the responses to some prompts, which are numbered anew in this order.
 
     Args:
-        rollout: With as many responses to each prompt, group after group.
-        prompts: Their numbers in it.
+        rollout: Rollout with equally many responses to each prompt, group after group.
+        prompts: Numbers of the prompts in the rollout.
     """
     num_samples = len(rollout) // (int(rollout.prompt_index.max()) + 1)
     rows = prompts[:, None] * num_samples + torch.arange(num_samples)
@@ -48,15 +48,15 @@ def select_prompts(rollout: Rollout, prompts: Int[Tensor, " chosen"]) -> Rollout
 
 
 def dealt_prompts(counts: Sequence[int], *, rank: int, ranks: int) -> list[int]:
-    """Which prompts of a joined rollout are one rank's, where other ranks had sampled its parts.
+    """Returns the prompts of a joined rollout that are one rank's, where other ranks had sampled its parts.
 
     Rank ``r`` of ``n`` has every ``n``-th prompt of a batch, so the batch's order is the first prompt of each part, the
     second of each, and so on; dealt out in that order, a mini-batch has the same prompts on any number of ranks.
 
     Args:
         counts: Prompts of each part.
-        rank: Whose share.
-        ranks: How many there are now.
+        rank: Rank whose prompts are returned.
+        ranks: Number of ranks that there are now.
     """
     starts = accumulate(counts, initial=0)
     turns = [(turn, start + turn) for start, count in zip(starts, counts, strict=False) for turn in range(count)]

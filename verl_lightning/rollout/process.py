@@ -34,10 +34,10 @@ GRACE = 60.0
 """Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
 
 STOP_SECONDS = 10.0
-"""How long an engine may take to end by itself."""
+"""Seconds that an engine may take to end by itself."""
 
 LAST_WORDS_SECONDS = 2.0
-"""How long an engine that has closed its pipe may take to end, so that its exit code is its own."""
+"""Seconds that an engine that has closed its pipe may take to end, so that its exit code is its own."""
 
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (MisconfigurationException, ValueError, RuntimeError, TimeoutError)
@@ -54,11 +54,11 @@ class ProcessEngine:
     Weights go through the host's memory, or from GPU to GPU. The child ends with its parent.
 
     Args:
-        config: What the engine is started with.
+        config: Settings of the engine.
         gpu: Index of its GPU among those that this process sees; None on CPUs.
-        start_timeout: Seconds to import vLLM and to make it ready.
+        start_timeout: Seconds that importing vLLM and making it ready may take.
         grace: Seconds beyond the deadline after which a silent engine is killed.
-        transfer: How weights travel.
+        transfer: Route of the weights to the engine.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class ProcessEngine:
         self._connection: Connection | None = None
         self._was_late = False
         self.pid = 0
-        """Of the engine's process, once it has started."""
+        """Id of the engine's process, once it has started; 0 before."""
 
     def start(self, device: torch.device) -> None:
         """Start a process in which vLLM has random weights, in place of one that died; does nothing if it runs.
 
         Args:
-            device: The trainer's, which the engine leaves alone.
+            device: Device of the trainer, which the engine leaves alone.
 
         Raises:
-            EngineDiedError: If it does not start; what it wrote stands above.
+            EngineDiedError: If the process does not start; what it wrote stands above.
         """
         if self._process is not None and not self._process.has_ended:
             return
@@ -107,7 +107,7 @@ class ProcessEngine:
                 self._meet(GPUSender(self.transfer, device))
 
     def _spawn(self, connection: Connection) -> SupervisedProcess:
-        """A process that serves its end of the pipe."""
+        """Start a process that serves its end of the pipe."""
         visible = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": _visible_gpu(self.gpu)}
         return SupervisedProcess(
             "verl_lightning.rollout.worker",
@@ -232,7 +232,7 @@ class ProcessEngine:
             raise self._death() from error
 
     def _answer(self) -> dict[str, Any]:
-        """The engine's next answer; raises what it raised."""
+        """Return the engine's next answer; raise what the engine raised."""
         try:
             answer: dict[str, Any] = json.loads(self._open.recv_bytes())
         except (EOFError, OSError) as error:
@@ -273,13 +273,13 @@ class ProcessEngine:
 
 
 def buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:
-    """Weights in the safetensors format, in messages of about `BUCKET_BYTES`."""
+    """Yield weights in the safetensors format, in messages of about `BUCKET_BYTES`."""
     for chunk in chunks_on_host(weights):
         yield safetensors.torch.save({name: weight.contiguous() for name, weight in chunk.items()})
 
 
 def encode_prompts(prompts: Prompts) -> dict[str, Any]:
-    """Prompts as JSON has them."""
+    """Convert prompts to values as JSON has them."""
     return {
         "prompt_ids": prompts.prompt_ids.tolist(),
         "prompt_mask": prompts.prompt_mask.tolist(),
@@ -288,12 +288,12 @@ def encode_prompts(prompts: Prompts) -> dict[str, Any]:
 
 
 def _visible_gpu(index: int) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` must be for a child that is to see this process's GPU ``index`` alone."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for a child that is to see this process's GPU ``index`` alone."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return str(index) if not visible else visible.split(",")[index]
 
 
 def _environment_without_launcher() -> dict[str, str]:
-    """This process's, less what would make vLLM take itself for one of the training ranks."""
+    """Return this process's environment, less what would make vLLM take itself for one of the training ranks."""
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"}
     return {name: value for name, value in os.environ.items() if name not in launcher}

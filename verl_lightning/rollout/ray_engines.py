@@ -51,10 +51,10 @@ class RayEngines:
     one than the newest is an error.
 
     Args:
-        engine: What each replica runs; not started.
+        engine: Engine that each replica runs; not started.
         demand: The number of replicas, and the resources of each.
-        pad_token_id: Fills the end of shorter responses.
-        caller: This process among those that share them.
+        pad_token_id: Token that fills the end of shorter responses.
+        caller: This process among those that share the replicas.
     """
 
     def __init__(self, engine: RolloutEngine, demand: Demand, *, pad_token_id: int, caller: Caller = Caller()) -> None:

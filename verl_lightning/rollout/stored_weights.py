@@ -17,14 +17,14 @@ Stored = dict[str, tuple[torch.dtype, torch.Size, "np.ndarray[Any, np.dtype[np.u
 
 
 def store_weights(weights: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    """References of weights that Ray keeps as long as these live; each holds about `BUCKET_BYTES`."""
+    """Stores weights in Ray as long as the returned references live; each reference holds about `BUCKET_BYTES`."""
     import ray
 
     return [ray.put(as_bytes(chunk)) for chunk in chunks_on_host(weights)]
 
 
 def read_weights(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights; they lie in memory that other processes read too, and must not be written to."""
+    """Yields names and weights; these lie in memory that other processes read too, and must not be written to."""
     import ray
 
     for reference in references:
@@ -32,7 +32,7 @@ def read_weights(references: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_bytes(weights: Mapping[str, Tensor]) -> Stored:
-    """Weights on the CPU as arrays, which Ray lays into its store as they are; numpy knows no bfloat16."""
+    """Converts weights on the CPU to arrays, which Ray lays into its store as they are; numpy knows no bfloat16."""
     return {
         name: (weight.dtype, weight.shape, weight.contiguous().flatten().view(torch.uint8).numpy())
         for name, weight in weights.items()
@@ -40,6 +40,6 @@ def as_bytes(weights: Mapping[str, Tensor]) -> Stored:
 
 
 def as_weights(stored: Stored) -> Iterator[tuple[str, Tensor]]:
-    """What `as_bytes` was given, as views of its arrays."""
+    """Yields the weights that `as_bytes` was given, as views of its arrays."""
     for name, (dtype, shape, array) in stored.items():
         yield name, view_of_read_only(array).view(dtype).view(shape)

@@ -18,24 +18,24 @@ from verl_lightning.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What was said so far."""
+    """A conversation so far."""
 
     prompt: str
-    """With the marks of the chat template."""
+    """Text of the prompt, with the marks of the chat template."""
 
     responses: tuple[str, ...]
     """The policy's turns, the newest last, without special tokens."""
 
     observations: tuple[str, ...]
-    """The replies to all of them but the newest."""
+    """Replies to all of the policy's turns but the newest."""
 
 
 class Environment(ABC):
-    """What the policy talks to, such as a tool, a game or a user; the same conversation must get the same reply."""
+    """The policy's partner, such as a tool, a game or a user; the same conversation must get the same reply."""
 
     @abstractmethod
     def respond(self, conversation: Conversation) -> str | None:
-        """What the policy reads next, with the chat template's marks around it; None ends the conversation."""
+        """Return the next text for the policy, with the chat template's marks around it; None ends the conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TurnsConfig:
     """Conversations instead of single responses."""
 
     environment: Environment
-    """Replies to the policy; its tokens are read, but not trained on."""
+    """Environment that replies to the policy; the tokens of its replies are read, but not trained on."""
 
     max_turns: int = 8
     """Most responses of the policy in a conversation; all turns share ``sampling.max_new_tokens``."""
@@ -57,9 +57,9 @@ class Trajectory:
     """One conversation, as tokens that are never made anew from text.
 
     Args:
-        prompt_ids: Its beginning.
-        seed: Of its first response.
-        max_tokens: Of all that follows the prompt.
+        prompt_ids: Tokens of the prompt.
+        seed: Seed of the first response.
+        max_tokens: Most tokens of all that follows the prompt.
     """
 
     def __init__(self, prompt_ids: list[int], seed: int, max_tokens: int) -> None:
@@ -99,7 +99,7 @@ class Trajectory:
         self.log_probs += log_probs
 
     def to_completion(self) -> Completion:
-        """As an engine would answer."""
+        """Return the conversation as an engine's answer."""
         return Completion(self.token_ids, self.log_probs, self.is_truncated, self.is_own)
 
 
@@ -113,11 +113,11 @@ def play(
     """Sample ``sampling.num_samples`` conversations that begin with each prompt.
 
     Args:
-        ask: Samples one response to each of some prompts.
-        prompts: The beginnings.
-        sampling: How each turn is sampled; ``max_new_tokens`` bounds all turns and replies of a conversation together.
-        turns: Who replies, and how often.
-        tokenizer: The policy's.
+        ask: Function that samples one response to each of some prompts.
+        prompts: Beginnings of the conversations.
+        sampling: Settings of each turn; ``max_new_tokens`` bounds all turns and replies of a conversation together.
+        turns: Environment that replies, and the most turns.
+        tokenizer: Tokenizer of the policy.
 
     Returns:
         Conversations whose ``response_mask`` is True on the policy's own tokens alone.
@@ -137,7 +137,7 @@ def play(
 
 
 def _prompts_of(trajectories: Sequence[Trajectory], turn: int, device: torch.device) -> Prompts:
-    """All that was said, left-padded."""
+    """Return all that was said as prompts, left-padded."""
     tokens = [trajectory.prompt_ids + trajectory.token_ids for trajectory in trajectories]
     seeds = [
         [trajectory.seed if turn == 0 else derive_seed("turn", trajectory.seed, turn)] for trajectory in trajectories

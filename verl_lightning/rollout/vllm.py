@@ -37,7 +37,7 @@ CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
 
 STUCK_SECONDS = 120.0
-"""How long after its deadline a call of vLLM counts as stuck; more than a parent's patience with a child."""
+"""Seconds after its deadline at which a call of vLLM counts as stuck; more than a parent's patience with a child."""
 
 
 class VLLMEngine:
@@ -49,7 +49,7 @@ class VLLMEngine:
     Processes that share an engine answer all their prompts together: `generate` is then collective among them.
 
     Args:
-        config: What the engine is started with.
+        config: Settings of the engine.
     """
 
     def __init__(self, config: VLLMConfig) -> None:
@@ -177,7 +177,7 @@ class VLLMEngine:
         return to_rollout(prompts, sampling, completions, pad_token_id=self.config.pad_token_id)
 
     def stream(self, prompts: Prompts, sampling: SamplingConfig) -> Iterator[tuple[int, Completion]]:
-        """Each row of the rollout with its answer, as they are finished; raises what `generate` does."""
+        """Yield each row of the rollout with its answer, as they are finished; raises what `generate` raises."""
         if self._is_asleep:
             raise RuntimeError("the engine is asleep and has no weights. Call `load_weights` first.")
         if self.config.speculation is not None:
@@ -236,7 +236,7 @@ class VLLMEngine:
         return self._llm
 
     def _llm_options(self) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM``."""
+        """Return the arguments of ``vllm.LLM``."""
         is_cuda = self._device.type == "cuda"
         memory = (
             {"gpu_memory_utilization": self.config.gpu_memory_utilization, "enable_sleep_mode": True}
@@ -263,11 +263,11 @@ class VLLMEngine:
 
     @property
     def _has_draft_model(self) -> bool:
-        """Whether another model guesses tokens; it may read the policy's residual stream, in the engine's type."""
+        """True if another model guesses tokens; it may read the policy's residual stream, in the engine's type."""
         return self.config.speculation is not None and self.config.speculation.method != "ngram"
 
     def _weights_options(self) -> dict[str, Any]:
-        """Where weights come from."""
+        """Return the arguments of ``vllm.LLM`` that say where weights come from."""
         if self.config.lora_rank is None:
             transfer = {} if self.config.transfer == "host" else {"backend": self.config.transfer}
             return {"load_format": "dummy", "weight_transfer_config": transfer or None}
@@ -295,7 +295,7 @@ class VLLMEngine:
         return {str(row): row for row in range(len(seeds))}
 
     def _sampling_options(self, sampling: SamplingConfig) -> dict[str, Any]:
-        """Arguments of ``vllm.SamplingParams``, but for the seed."""
+        """Return the arguments of ``vllm.SamplingParams``, but for the seed."""
         module = importlib.import_module("vllm.sampling_params")
         options = {
             "max_tokens": sampling.max_new_tokens,
@@ -324,7 +324,7 @@ class VLLMEngine:
 
 
 def gather(prompts: Prompts) -> tuple[Prompts, slice]:
-    """The prompts of all processes that share the engine, and which of them are this one's. Collective among them."""
+    """Gather the prompts of all processes that share the engine, and find this one's. Collective among them."""
     group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
     parts: list[Any] = [None] * group.world_size
     dist.all_gather_object(parts, (prompts.tokens(), prompts.seeds), group=group.cpu_group)
@@ -334,12 +334,12 @@ def gather(prompts: Prompts) -> tuple[Prompts, slice]:
 
 
 def _completion(output: Any) -> Completion:
-    """What vLLM says of one response."""
+    """Convert vLLM's answer to one request."""
     return Completion(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "length")
 
 
 def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> str:
-    """Why a `generate` gave up, for these rows of its rollout."""
+    """Say why a `generate` gave up while these rows of its rollout were late."""
     total = len(prompts) * len(prompts.seeds[0])
     return (
         f"{len(late)} of {total} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is"
@@ -349,7 +349,7 @@ def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> st
 
 
 def structured_outputs(guide: Guide) -> Any:
-    """A guide as vLLM takes it."""
+    """Convert a guide to the form in which vLLM takes it."""
     form = {name: value for name, value in dataclasses.asdict(guide).items() if value}
     return importlib.import_module("vllm.sampling_params").StructuredOutputsParams(**form)
 
@@ -358,7 +358,7 @@ def check_guide(key: str, guide: Guide) -> None:
     """Refuse a form that neither of vLLM's two back ends understands.
 
     Raises:
-        ValueError: With what they say.
+        ValueError: If neither does, with what they say.
     """
     reasons = compat.guide_complaints(structured_outputs(guide))
     if not reasons:
@@ -381,10 +381,10 @@ def check_speculation(device: torch.device, sampling: SamplingConfig) -> None:
 
 
 def import_vllm() -> Any:
-    """The package, told to run its engine in this process.
+    """Import the package, told to run its engine in this process.
 
     Raises:
-        MisconfigurationException: If it can't be imported.
+        MisconfigurationException: If the package can't be imported.
     """
     try:
         return compat.import_in_process()
@@ -396,14 +396,14 @@ def check_vllm() -> None:
     """See that the package is there, without the time that its import takes.
 
     Raises:
-        MisconfigurationException: If it is not installed.
+        MisconfigurationException: If the package is not installed.
     """
     if (complaint := missing_vllm()) is not None:
         raise MisconfigurationException(complaint)
 
 
 def launcher(device: torch.device) -> Literal["external_launcher"] | None:
-    """How vLLM finds its device: by itself when alone, by the trainer's process group otherwise.
+    """Choose the way vLLM finds its device: by itself when alone, by the trainer's process group otherwise.
 
     Raises:
         MisconfigurationException: If the only process trains on another GPU than the first, where vLLM can't follow.

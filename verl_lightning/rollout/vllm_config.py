@@ -1,4 +1,4 @@
-"""What a vLLM engine is started with; plain values, so that they can cross to another process."""
+"""Settings of a vLLM engine; plain values, so that they can cross to another process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class SpeculationConfig:
     """
 
     method: SpeculationMethod = "ngram"
-    """Who guesses: ``ngram`` what followed the last tokens before, in the prompt or the response; ``draft_model``,
-    ``eagle`` and ``eagle3`` the model or head at ``path``; ``mtp`` the policy's own heads for several tokens."""
+    """Source of the guesses: ``ngram`` takes what followed the last tokens before, in the prompt or the response;
+    ``draft_model``, ``eagle`` and ``eagle3`` ask the model or head at ``path``; ``mtp`` asks the policy's own heads for
+    several tokens."""
 
     num_tokens: int = 4
-    """Tokens guessed at a time."""
+    """Number of tokens guessed at a time."""
 
     path: str = ""
     """Hugging Face folder of the draft model or head, whose vocabulary is the policy's."""
@@ -52,7 +53,7 @@ class SpeculationConfig:
             raise ValueError(f"`speculation.method: {self.method}` {needs}, got {self.path!r}.")
 
     def vllm_options(self) -> dict[str, Any]:
-        """As vLLM's ``speculative_config``."""
+        """Returns vLLM's ``speculative_config``."""
         options: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_tokens}
         if self.method == "ngram":
             return options | {"prompt_lookup_max": self.max_match, "prompt_lookup_min": self.min_match}
@@ -63,7 +64,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfig:
-    """One engine."""
+    """Settings of one engine."""
 
     path: str
     """Hugging Face folder of the policy."""
@@ -72,10 +73,10 @@ class VLLMConfig:
     """Tokens that end a response."""
 
     pad_token_id: int
-    """Fills the end of shorter responses."""
+    """Token that fills the end of shorter responses."""
 
     max_model_len: int | None
-    """Longest prompt and response together, in tokens; None is what the model can read."""
+    """Longest prompt and response together, in tokens; None is the most that the model can read."""
 
     dtype: str = "bfloat16"
     """Type of weights and activations, such as ``bfloat16``."""
@@ -101,16 +102,16 @@ class VLLMConfig:
     """Training processes that share one engine, each with a part of every layer; neighbours by rank."""
 
     makes_text: bool = False
-    """Whether vLLM follows responses as text too, for stop strings and guided decoding."""
+    """True if vLLM follows responses as text too, for stop strings and guided decoding."""
 
     guides: dict[str, Guide] = field(default_factory=dict)
-    """What `generate` may be asked to hold responses to, by the user's key."""
+    """Forms that `generate` may be asked to hold responses to, by the user's key."""
 
     speculation: SpeculationConfig | None = None
-    """Who guesses tokens ahead; None guesses none."""
+    """Settings of speculative decoding; None guesses no tokens ahead."""
 
     transfer: Transfer = "host"
-    """How weights come from another process; ``host`` takes them from `VLLMEngine.load_weights`."""
+    """Route of the weights from another process; ``host`` takes them from `VLLMEngine.load_weights`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +123,11 @@ class BesideConfig:
     engine on its trainer's own GPU never sleeps."""
 
     transfer: Transfer | Literal["auto"] = "auto"
-    """How weights reach the engines: ``nccl`` from GPU to GPU, ``ipc`` within a GPU that trainer and engine share,
+    """Route of weights to the engines: ``nccl`` from GPU to GPU, ``ipc`` within a GPU that trainer and engine share,
     ``host`` through the host's memory; ``auto`` is the first that can."""
 
     max_restarts: int = 3
-    """How often dead engines are replaced in a run before it stops."""
+    """Most replacements of dead engines in a run before it stops."""
 
     def __post_init__(self) -> None:
         if len(set(self.gpus)) < len(self.gpus) or any(gpu < 0 for gpu in self.gpus):

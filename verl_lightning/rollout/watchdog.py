@@ -11,10 +11,10 @@ from contextlib import contextmanager
 STDERR = 2
 
 EXIT_CODE = 70
-"""Of a process that was ended; `EX_SOFTWARE` of BSD's sysexits."""
+"""Exit code of a process that was ended; `EX_SOFTWARE` of BSD's sysexits."""
 
 LAST_SECONDS = 30.0
-"""How much longer a process is left that can't even say why it is stuck."""
+"""Further seconds that a process is left which can't even say why it is stuck."""
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def end_if_stuck(seconds: float, culprit: Callable[[], str]) -> Iterator[None]:
     little later. Python has one such timer; whoever else set it (`faulthandler.dump_traceback_later`) loses it.
 
     Args:
-        seconds: How long the work may take.
-        culprit: What is stuck; asked when it is.
+        seconds: Seconds that the work may take.
+        culprit: Function that says what is stuck; called when something is.
     """
     timer = threading.Timer(seconds, _end, (culprit,))
     timer.daemon = True

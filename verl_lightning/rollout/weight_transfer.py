@@ -1,4 +1,4 @@
-"""How weights reach an engine in another process: through the host, or from GPU to GPU as vLLM itself takes them."""
+"""Routes of weights to an engine in another process: through the host, or from GPU to GPU as vLLM itself takes them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Transfer = Literal["host", "nccl", "ipc"]
 """``host`` copies through the host's memory; ``nccl`` broadcasts between two GPUs; ``ipc`` lends memory of one GPU."""
 
 BUCKET_BYTES = 2**28
-"""Weights are sent in groups of about this size."""
+"""Approximate size of the groups in which weights are sent."""
 
 
 def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | None, engine_gpu: int | None) -> Transfer:
-    """The way that two processes can go, the fastest if any will do.
+    """Choose the route of the weights between two processes; ``auto`` takes the fastest.
 
     Args:
-        wanted: By the user.
+        wanted: Route that the user wants.
         trainer_gpu: Index of the trainer's GPU, None on a CPU.
-        engine_gpu: Index of the engine's, likewise.
+        engine_gpu: Index of the engine's GPU, None on a CPU.
 
     Raises:
-        MisconfigurationException: If the wanted way does not lead there.
+        MisconfigurationException: If the wanted route does not lead from the trainer to the engine.
     """
     possible: list[Transfer] = ["host"]
     if trainer_gpu is not None and engine_gpu is not None:
@@ -47,12 +47,12 @@ def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | No
 
 
 def place(gpu: int | None) -> str:
-    """A device in words."""
+    """Name a device in words."""
     return "the CPU" if gpu is None else f"GPU {gpu}"
 
 
 def chunks(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Weights in order, in groups of about ``size`` bytes."""
+    """Yield weights in order, in groups of about ``size`` bytes."""
     chunk: dict[str, Tensor] = {}
     for name, weight in weights:
         chunk[name] = weight.detach()
@@ -64,12 +64,12 @@ def chunks(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> I
 
 
 def chunks_on_host(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """`chunks` on the CPU, to which each weight is copied as it comes."""
+    """Yield `chunks` on the CPU, to which each weight is copied as it comes."""
     return chunks((name, weight.cpu()) for name, weight in weights)
 
 
 def describe(chunk: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What vLLM must know of a chunk before it comes."""
+    """Describe a chunk to vLLM before it comes: names, types and shapes of its weights."""
     return {
         "names": list(chunk),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in chunk.values()],
@@ -78,14 +78,14 @@ def describe(chunk: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def encode_handles(handles: list[dict[str, Any]]) -> str:
-    """Handles of a GPU's memory as text."""
+    """Encode handles of a GPU's memory as text."""
     buffer = io.BytesIO()
     torch.save(handles, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def decode_handles(text: str) -> list[dict[str, Any]]:
-    """What `encode_handles` was given: types of tensors, numbers and bytes, none of which can run."""
+    """Decode the text of `encode_handles`: types of tensors, numbers and bytes, none of which can run."""
     with torch.serialization.safe_globals([bytes]):  # how empty ones are written
         handles: list[dict[str, Any]] = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
     return handles
@@ -95,7 +95,7 @@ class GPUSender:
     """The trainer's end of a transfer between GPUs.
 
     Args:
-        transfer: ``nccl`` or ``ipc``.
+        transfer: Route of the weights, ``nccl`` or ``ipc``.
         device: The trainer's GPU.
     """
 
@@ -105,7 +105,7 @@ class GPUSender:
         self._group: Any = None
 
     def invitation(self) -> dict[str, Any]:
-        """What the engine's end is started with."""
+        """Make the arguments with which the engine's end is started: an address for ``nccl``, none for ``ipc``."""
         if self.transfer == "ipc":
             return {}
         with socket.socket() as free:
@@ -121,7 +121,7 @@ class GPUSender:
                 self._group = common.trainer_init(invitation)
 
     def announce(self, chunk: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What the engine must know of a chunk; its memory must stay until the engine has answered."""
+        """Describe a chunk to the engine; the chunk's memory must stay until the engine has answered."""
         if self.transfer == "nccl":
             return describe(chunk)
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
@@ -136,5 +136,5 @@ class GPUSender:
                 self._group.broadcast(weight, src=0, stream=torch.cuda.current_stream(self.device))
 
     def on_gpu(self, chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The chunk where it can be sent from."""
+        """Return the chunk on the trainer's GPU, from which it can be sent."""
         return {name: weight.to(self.device).contiguous() for name, weight in chunk.items()}

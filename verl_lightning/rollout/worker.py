@@ -30,14 +30,14 @@ ENGINE_ERRORS = (
     ImportError,
     AssertionError,
 )
-"""What the trainer is told of; anything else ends this process."""
+"""Errors that the trainer is told of; any other ends this process."""
 
 
 class Worker:
     """Does what the trainer asks, one thing at a time.
 
     Args:
-        connection: To the trainer.
+        connection: Connection to the trainer.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -124,14 +124,14 @@ class Worker:
 
 
 def decode_info(values: dict[str, Any]) -> dict[str, Any]:
-    """What a chunk of weights was announced with."""
+    """Decodes the description with which a chunk of weights was announced."""
     if "ipc_handles" not in values:
         return values
     return values | {"ipc_handles": decode_handles(values["ipc_handles"])}
 
 
 def decode_config(values: dict[str, Any]) -> VLLMConfig:
-    """The configuration of which ``dataclasses.asdict`` gave these values."""
+    """Rebuilds the configuration of which ``dataclasses.asdict`` gave these values."""
     speculation = values["speculation"]
     guides = {key: Guide(**guide) for key, guide in values["guides"].items()}
     speculation = None if speculation is None else SpeculationConfig(**speculation)
@@ -139,7 +139,7 @@ def decode_config(values: dict[str, Any]) -> VLLMConfig:
 
 
 def decode_sampling(values: dict[str, Any]) -> SamplingConfig:
-    """The configuration of which ``dataclasses.asdict`` gave these values."""
+    """Rebuilds the configuration of which ``dataclasses.asdict`` gave these values."""
     guide = values["guide"]
     return SamplingConfig(**values | {"guide": None if guide is None else Guide(**guide)})
 
