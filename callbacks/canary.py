@@ -23,11 +23,11 @@ LIMITS = {"float32": 0.0005, "float16": 0.02, "bfloat16": 0.05}
 """Largest gap of each type in which both sides compute, in nats per token: a few times what rounding makes of it."""
 
 TF32_LIMIT = 0.02
-"""For float32 on GPUs, whose matrix products may round what they read to as many bits as float16 has."""
+"""Largest gap for float32 on GPUs, in nats per token: matrix products may round inputs to float16's precision."""
 
 
 class Canary:
-    """A few fixed prompts, the same for the whole run and all ranks, and what the two say of the responses.
+    """A few fixed prompts, the same for the whole run and all ranks, on which engine and trainer are compared.
 
     Args:
         limit: Largest gap, in nats per token; None takes that of the type in which both compute.
@@ -39,11 +39,11 @@ class Canary:
         self.gap = 0.0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run measures the same."""
+        """Returns what a checkpoint keeps, so that a resumed run measures the same."""
         return {"tokens": self._tokens}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state` gave."""
+        """Goes on with the prompts of an earlier run, as `state` gave them."""
         self._tokens = state["tokens"]
 
     def forget(self) -> None:
@@ -51,7 +51,7 @@ class Canary:
         self._tokens = []
 
     def prompts(self, trainer: Trainer, batch: Mapping[str, Tensor]) -> Prompts:
-        """The prompts; the first ones of this batch on the first rank, if there are none yet. Collective."""
+        """Returns the prompts; if there are none yet, the first ones of the first rank's batch. Collective."""
         ids, mask = batch["prompt_ids"], batch["prompt_mask"]
         if not self._tokens:
             rows = slice(NUM_PROMPTS)
@@ -64,12 +64,12 @@ class Canary:
         """Compares the engine's log-probs of its own responses with the trainer's. Collective.
 
         Args:
-            module: Whose policy is in training.
+            module: Module whose policy is in training.
             rollout: The engine's responses to the prompts.
             dtype: Name of the type in which both compute.
 
         Raises:
-            RunError: If they differ by more than the limit.
+            RunError: If the log-probs differ by more than the limit.
         """
         self.gap = log_prob_gap(module, rollout)
         limit = default_limit(dtype, module.device) if self._limit is None else self._limit
@@ -78,17 +78,17 @@ class Canary:
 
 
 def default_limit(dtype: str, device: torch.device) -> float:
-    """The largest gap that rounding explains, in nats per token.
+    """Returns the largest gap that rounding explains, in nats per token.
 
     Args:
         dtype: Name of the type in which both sides compute.
-        device: The trainer's.
+        device: Device of the trainer.
     """
     return TF32_LIMIT if dtype == "float32" and device.type == "cuda" else LIMITS[dtype]
 
 
 def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
-    """Mean ``|trainer's log-prob - engine's|`` over the response tokens of all ranks, in nats. Collective."""
+    """Averages ``|trainer's log-prob - engine's|`` over the response tokens of all ranks, in nats. Collective."""
     (scores,) = module.contract.forward(module.policy, [rollout])
     assert scores.log_probs is not None
     differences = (scores.log_probs - rollout.rollout_log_probs).abs()
@@ -99,7 +99,7 @@ def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
 
 
 def gap_message(gap: float, limit: float, step: int) -> str:
-    """Why a run stops whose engine samples from another policy than the one in training."""
+    """Says why a run stops whose engine samples from another policy than the one in training."""
     return (
         f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
         f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"

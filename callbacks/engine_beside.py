@@ -1,4 +1,4 @@
-"""Engines in processes of their own: which GPU each has, and how work goes on when one of them dies."""
+"""Gives engines in processes of their own their GPUs, and goes on with their work when one of them dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Replacements:
     An engine may die whenever it is asked something, also while it takes the place of another or gets its weights.
 
     Args:
-        limit: Most deaths, of all ranks.
+        limit: Most deaths of engines, of all ranks together.
         replace: Starts this rank's engine, unless it lives.
         sync_weights: Sends all engines the newest weights; takes part with a dead engine too. Collective.
     """
@@ -42,11 +42,11 @@ class Replacements:
         self._num_deaths = 0
 
     def attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
-        """What some work of the engine yields. Collective.
+        """Returns what some work of the engine yields, done anew while engines die in it. Collective.
 
         Args:
-            module: Whose policy the engines sample from.
-            work: Asks the engine; may be called again. On all ranks, or on none, it is collective.
+            module: Module whose policy the engines sample from.
+            work: Function that asks the engine; may be called again. On all ranks, or on none, it is collective.
 
         Raises:
             RunError: If engines have died more often than they may.
@@ -62,7 +62,7 @@ class Replacements:
         return result[0]
 
     def _on_all_ranks(self, module: PostTrainingModule, step: Callable[[], T]) -> tuple[tuple[T] | None, bool]:
-        """What a step yields here, and whether an engine has died in it on any rank. Collective."""
+        """Returns what a step yields here, and whether an engine has died in it on any rank. Collective."""
         result, death = None, None
         try:
             result = (step(),)
@@ -77,22 +77,22 @@ class Replacements:
 
 
 def sum_over_ranks(module: PostTrainingModule, count: int) -> int:
-    """The sum of every rank's count, whether they see the same data or not. Collective."""
+    """Returns the sum of every rank's count, whether they see the same data or not. Collective."""
     of_others = module.contract.sum_over_data_parallel(torch.tensor(float(count)).to(module.device))
     return sum(module.contract.gather_over_model_parallel(int(of_others)))
 
 
 def trainer_gpu(trainer: Trainer) -> int | None:
-    """The GPU of this process, None on a CPU."""
+    """Returns the index of this process's GPU, None on a CPU."""
     device = trainer.strategy.root_device
     return device.index if device.type == "cuda" else None
 
 
 def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
-    """The GPU of this process's engine.
+    """Returns the index of the GPU of this process's engine, None where `beside` names no GPUs.
 
     Raises:
-        MisconfigurationException: If it was given none.
+        MisconfigurationException: If it names GPUs, but none for this process.
     """
     if not beside.gpus:
         return None
@@ -105,11 +105,11 @@ def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
 
 
 def check_visible(gpu: int | None, count: int) -> None:
-    """Refuse an engine's GPU that this process can't see.
+    """Refuses an engine's GPU that this process can't see.
 
     Args:
-        gpu: Its index, None for none.
-        count: Of the GPUs that the process sees.
+        gpu: Index of the GPU, None for none.
+        count: Number of GPUs that the process sees.
 
     Raises:
         MisconfigurationException: If there is no such GPU.
@@ -122,7 +122,7 @@ def check_visible(gpu: int | None, count: int) -> None:
 
 
 def restarts_message(num_deaths: int, limit: int) -> str:
-    """Why a run stops whose engines keep dying."""
+    """Says why a run stops whose engines keep dying."""
     return (
         f"engines died {num_deaths} times, but `rollout.beside.max_restarts` is {limit}. What they wrote stands above;"
         " the usual cause is memory: lower `rollout.gpu_memory_utilization`, or look for the kernel's OOM killer."

@@ -1,4 +1,4 @@
-"""How much of a GPU a rollout engine gets when nobody says it."""
+"""Plans the share of a GPU's memory that a rollout engine gets when the user sets none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.telemetry.memory_plan import MemoryPlan, amount, memory_plan
 
 MOST = 0.9
-"""Of a GPU that an engine has for itself, and the most that it is ever lent; the rest is for its activations' peaks."""
+"""Share of a GPU for an engine that has it alone, and the most that a plan lends; activations' peaks need the rest."""
 
 
 def planned_share(module: PostTrainingModule, *, dtype: str, num_devices: int, sleeps: bool) -> float:
-    """The share of a training device's memory for an engine on it, by the run's memory plan.
+    """Returns the share of a training device's memory for an engine on it, by the run's memory plan.
 
     Args:
-        module: In its run.
-        dtype: Type of the engine's weights.
-        num_devices: How many devices share one engine.
-        sleeps: Whether it gives its memory back while the policy learns.
+        module: Module in its run.
+        dtype: Name of the type of the engine's weights.
+        num_devices: Number of devices that share one engine.
+        sleeps: Whether the engine gives its memory back while the policy learns.
     """
     width = getattr(torch, dtype).itemsize
     size = model_size(build_skeleton(module.policy_config, "policy", trainable=False))
@@ -29,15 +29,15 @@ def planned_share(module: PostTrainingModule, *, dtype: str, num_devices: int, s
 
 
 def share_of(plan: MemoryPlan, *, sleeps: bool, weights: int) -> float:
-    """The share that a plan leaves for an engine, in ``(0, 0.9]``.
+    """Returns the share that a plan leaves for an engine, in ``(0, 0.9]``.
 
     Args:
-        plan: Of a device, without an engine.
+        plan: Memory plan of a device, without an engine.
         sleeps: Whether the engine gives its memory back while the policy learns.
         weights: Bytes of the engine's weights on the device.
 
     Raises:
-        MisconfigurationException: If not even these fit.
+        MisconfigurationException: If not even the weights fit.
     """
     share = min(MOST, plan.engine_share(sleeps=sleeps))
     if share * plan.device_bytes <= weights:

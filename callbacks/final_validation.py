@@ -23,7 +23,7 @@ class FinalValidation(Callback):
     loggers get the metrics as ``final/val/...``.
 
     Args:
-        folder: Where the file goes; null takes the first logger's folder.
+        folder: Folder for the file; null takes the first logger's folder.
     """
 
     def __init__(self, folder: str | None = None) -> None:

@@ -27,13 +27,13 @@ MISMATCH = ("rollout_corr/abs_log_prob_gap",)
 
 @dataclass(frozen=True, kw_only=True)
 class HealthCheck:
-    """When something is wrong, and what is done then."""
+    """Condition under which a metric counts as wrong, and what is done then."""
 
     level: Level = "warn"
     """``off`` does not look, ``warn`` says it once until it is over, ``stop`` ends the run after the step."""
 
     limit: float = 0.0
-    """What a metric may be at most; for the entropy at least, for rewards the range that counts as constant."""
+    """Largest allowed value of the metric; for the entropy, the smallest; for rewards, the range taken as constant."""
 
     patience: int = 1
     """Logged steps in a row that must be wrong."""
@@ -46,7 +46,7 @@ class HealthCheck:
 
 
 class Finding(NamedTuple):
-    """What is wrong, in words that follow the number of the step."""
+    """Description of what is wrong, in words that follow the number of the step."""
 
     text: str
     advice: str
@@ -91,7 +91,7 @@ class HealthMonitor(Callback):
 
     @property
     def ending(self) -> Ending | None:
-        """Why it has stopped the run."""
+        """Reason and exit code of a run that the monitor has stopped; None if it has stopped none."""
         says = f"stopped by HealthMonitor ({self._stopped_for})"
         return Ending(says, ExitCode.UNHEALTHY) if self._stopped_for else None
 
@@ -111,7 +111,7 @@ class HealthMonitor(Callback):
                 self._judge(trainer, name, check, self._finding(name, metrics, check))
 
     def _require(self, metrics: Mapping[str, float]) -> None:
-        """Refuse once to stop for what is never logged."""
+        """Refuses, in the first logged step, a check that may stop the run for a metric that is not logged."""
         if self._knows_metrics:
             return
         self._knows_metrics = True

@@ -63,7 +63,7 @@ def numa_nodes(sysfs: Path) -> dict[int, set[int]]:
     """Cores of each NUMA node of the machine, by the node's number; empty if the system does not tell.
 
     Args:
-        sysfs: Where Linux shows its devices.
+        sysfs: Folder in which Linux shows its devices.
     """
     folders = (sysfs / "devices/system/node").glob("node[0-9]*")
     nodes = {int(folder.name[4:]): parse_cores((folder / "cpulist").read_text()) for folder in folders}
@@ -74,8 +74,8 @@ def node_of(address: str, sysfs: Path) -> int:
     """NUMA node of a PCI device; -1 if the system does not know.
 
     Args:
-        address: As in ``0000:3b:00.0``.
-        sysfs: Where Linux shows its devices.
+        address: PCI address, as in ``0000:3b:00.0``.
+        sysfs: Folder in which Linux shows its devices.
     """
     file = sysfs / "bus/pci/devices" / address / "numa_node"
     return int(file.read_text()) if file.exists() else -1
@@ -92,7 +92,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def pci_address(device: torch.device) -> str:
-    """Where a GPU is plugged in, as Linux writes it."""
+    """Returns the PCI address of a GPU, as Linux writes it."""
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave these numbers out
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 

@@ -73,8 +73,8 @@ class OneStepOffRollout(RolloutCallback):
     weights that they were sampled with are gone; a resumed run equals the uninterrupted one.
 
     Args:
-        sampling: How training responses are sampled.
-        val_sampling: How validation and test responses are sampled.
+        sampling: Settings by which training responses are sampled.
+        val_sampling: Settings by which validation and test responses are sampled.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         overlap: Whether it does; else each batch is sampled when its step begins.
 
@@ -142,12 +142,12 @@ class OneStepOffRollout(RolloutCallback):
         self._prefetch = Prefetch(asked, trainer.global_step, lambda: engine.generate(own, self.sampling))
 
     def _take(self, module: PostTrainingModule, prefetch: Prefetch) -> Rollout:
-        """The responses of all ranks with this rank's data, waited for. Collective."""
+        """Wait for the responses of all ranks with this rank's data, and return them. Collective."""
         part = self._attempt(module, lambda: prefetch.result(module.trainer.global_step))
         return self._join(module, part, len(prefetch.batch["row_index"]))
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
-        """What some work of the engine yields; where engines may die, done anew until it does. Collective."""
+        """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
         return work()
 
     @override
@@ -193,9 +193,9 @@ def restored(saved: Sequence[dict[str, Any]], trainer: Trainer, module: PostTrai
     """This rank's share of the batches that all ranks of a run had sampled ahead; None if its prompts are gone.
 
     Args:
-        saved: Of each rank of that run.
-        trainer: Of this run, with its training data.
-        module: In this run, whose ranks may be others.
+        saved: State that each rank of that run saved.
+        trainer: Trainer of this run, with its training data.
+        module: Module in this run, whose number of ranks may be another.
     """
     contract = module.contract
     rank, ranks = contract.data_parallel_rank, contract.data_parallel_size
@@ -222,10 +222,10 @@ def deal_out(saved: Sequence[dict[str, Any]], *, rank: int, ranks: int, pad_toke
     """The responses to one rank's prompts.
 
     Args:
-        saved: Of each rank of the run that saved, its ``rollout``.
-        rank: Whose share.
-        ranks: How many there are now. As many as then: each gets its own back.
-        pad_token_id: Fills ``input_ids`` where the ranks of then had other lengths.
+        saved: State of each rank of the run that saved, with its ``rollout``.
+        rank: Rank whose share is returned.
+        ranks: Number of ranks now. If it is the number then, each gets its own back.
+        pad_token_id: Token that fills ``input_ids`` where the ranks then had other lengths.
     """
     parts = [Rollout(**each["rollout"]) for each in saved]
     if len(parts) == ranks:

@@ -30,7 +30,7 @@ p { color: #555; max-width: 60rem }
 
 
 class Interval(NamedTuple):
-    """Something that happened within a step."""
+    """A phase or an action within a step; times in seconds, memory in bytes."""
 
     name: str
     start: float
@@ -46,23 +46,23 @@ class StepRecord:
     """Number of the step; the first is 1."""
 
     start: float
-    """When it began."""
+    """Time when the step began."""
 
     end: float
-    """When the next one could begin."""
+    """Time when the next step could begin."""
 
     phases: Sequence[Interval]
-    """Of the module; none within another."""
+    """Phases of the module; none within another."""
 
     actions: Sequence[Interval]
-    """Of Lightning: hooks, data, checkpoints; some within others."""
+    """Actions of Lightning: hooks, data, checkpoints; some within others."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the step logged."""
+    """Metrics that the step logged."""
 
     @property
     def outside(self) -> list[Interval]:
-        """What hooks, data and logging took for themselves: their time without that of the phases in them."""
+        """Intervals that hooks, data and logging took for themselves: their time without that of the phases in them."""
         phases = sorted(self.phases, key=lambda phase: phase.start)
         own = [action for action in self.actions if not action.name.endswith(LOOPS)]
         return list(_subtract(sorted(own, key=lambda action: (action.start, -action.end)), phases, self.start))
@@ -75,7 +75,7 @@ class StepRecord:
 
 
 def _subtract(parts: Sequence[Interval], holes: Sequence[Interval], start: float) -> Iterator[Interval]:
-    """What is left of the parts without the holes and without parts that lie in earlier ones; all are sorted."""
+    """Yields sorted parts without the sorted holes, and without what lies in earlier parts."""
     for part in parts:
         start = max(start, part.start)
         for hole in holes:
@@ -100,11 +100,11 @@ class Row(NamedTuple):
 
 
 def summary_rows(records: Sequence[StepRecord], mfu_names: Mapping[str, str]) -> list[Row]:
-    """One row for each phase in the order of their first runs, one for Lightning's actions, one for what is unnamed.
+    """Makes a row for each phase in the order of first runs, one for Lightning's actions, one for what is unnamed.
 
     Args:
         records: Profiled steps.
-        mfu_names: From a phase to the ``<name>`` of its ``perf/mfu/<name>``.
+        mfu_names: Map from a phase to the ``<name>`` of its ``perf/mfu/<name>``.
     """
     steps = len(records)
     wall = sum(record.end - record.start for record in records) / steps

@@ -1,4 +1,4 @@
-"""What records a window of training: torch's profiler, Nsight Systems, or the history of the GPU's memory."""
+"""Tools that record a window of training: torch's profiler, Nsight Systems, the history of the GPU's memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NSYS_COMMAND = (
     "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat"
     " --output=step_%p verl-fit ..."
 )
-"""How a run must be started for Nsight Systems to see its windows."""
+"""Command that starts a run such that Nsight Systems sees its windows."""
 
 NSYS_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""What Nsight Systems puts into the environment of the processes that it starts; some of it, by its options."""
+"""Variables that Nsight Systems sets for the processes that it starts; some of them, depending on its options."""
 
 MAX_HISTORY = 200_000
-"""Allocations that a memory snapshot tells of."""
+"""Most allocations that a memory snapshot tells of."""
 
 
 class Tool(Protocol):
     """Records windows, one after the other."""
 
     suffix: str
-    """Of its files; empty if another program writes them."""
+    """Suffix of the tool's files; empty if another program writes them."""
 
     def prepare(self) -> None:
         """Called once, before the first step."""
@@ -53,7 +53,7 @@ class TorchTool:
     """A Chrome trace of what Python, torch and the GPU's kernels did.
 
     Args:
-        device: That trains.
+        device: Device that trains.
         memory: Record each allocation as well.
     """
 
@@ -99,7 +99,7 @@ class MemoryTool(TorchTool):
     exhausted.
 
     Args:
-        device: That trains.
+        device: Device that trains.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class NsysTool:
     """Tells Nsight Systems, which must have started the process, when to record.
 
     Args:
-        device: That trains.
+        device: Device that trains.
     """
 
     suffix = ""
@@ -188,5 +188,5 @@ def make_tool(name: ToolName, device: torch.device) -> Tool:
 
 
 def is_under_nsys(environment: Mapping[str, str]) -> bool:
-    """Whether Nsight Systems has started the process with this environment."""
+    """Tells whether Nsight Systems has started the process with this environment."""
     return any(environment.get(name) for name in NSYS_VARIABLES)

@@ -47,7 +47,7 @@ class StepRange:
             raise ValueError(f"`steps.last` ({self.last}) comes before `steps.first` ({self.first}).")
 
     def __contains__(self, step: int) -> bool:
-        """Whether a step is one of them."""
+        """Tells whether a step is one of the range's."""
         inside = step >= self.first and (self.last is None or step <= self.last)
         return inside and (step - self.first) % self.every == 0
 
@@ -63,10 +63,10 @@ class ProfilerCallback(Callback):
         tool: ``torch`` writes Chrome traces for https://ui.perfetto.dev; ``memory`` writes them with each allocation
             and, on GPUs, snapshots for https://pytorch.org/memory_viz, one of them if memory is exhausted; ``nsys``
             tells Nsight Systems, which must have started the run, when to record.
-        steps: Which, as a range or one by one; step 1 is the first.
-        ranks: Which processes.
-        phases: Record only these, each run of one in a trace of its own; null records whole steps.
-        folder: Where the files go; null puts them into ``profile`` beside the first logger's files.
+        steps: Steps to record, as a range or one by one; step 1 is the first.
+        ranks: Ranks of the processes that record.
+        phases: Phases to record alone, each run of one in a trace of its own; null records whole steps.
+        folder: Folder for the files; null puts them into ``profile`` beside the first logger's files.
 
     Raises:
         ValueError: At start, if a step, rank, phase or tool can't be had.

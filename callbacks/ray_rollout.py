@@ -23,7 +23,7 @@ class RayRollout(OneStepOffRollout):
     Ray.
 
     Args:
-        rollout: Whose engine and sampling settings are used, such as a `HFRollout` or a `VLLMRollout`.
+        rollout: Callback whose engine and sampling settings are used, such as a `HFRollout` or a `VLLMRollout`.
         num_replicas: Engines of the whole run.
         gpus_per_replica: GPUs of each engine, 0 or 1.
         cpus_per_replica: CPUs that each reserves.

@@ -31,7 +31,7 @@ class ResumeWandb(Callback):
         """Give the logger the id of the run that wrote a checkpoint.
 
         Args:
-            trainer: Whose logger has not logged yet.
+            trainer: Trainer whose logger has not logged yet.
             ckpt_path: The checkpoint, or ``last`` for the newest that the trainer's `ModelCheckpoint` finds.
         """
         logger = next((logger for logger in trainer.loggers if isinstance(logger, WandbLogger)), None)
@@ -63,7 +63,7 @@ class ResumeWandb(Callback):
 
 
 def last_checkpoint(trainer: Trainer) -> Path | None:
-    """What `ckpt_path: last` will find; None if there is nothing."""
+    """Returns the checkpoint that `ckpt_path: last` will find; None if there is none."""
     return max(last_checkpoints(trainer), key=lambda path: path.stat().st_mtime, default=None)
 
 

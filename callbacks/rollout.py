@@ -36,8 +36,8 @@ class RolloutCallback(Callback):
     samples a part of the responses, and all learn from the whole.
 
     Args:
-        sampling: How training responses are sampled.
-        val_sampling: How validation and test responses are sampled.
+        sampling: Settings by which training responses are sampled.
+        val_sampling: Settings by which validation and test responses are sampled.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
     Raises:
@@ -58,11 +58,11 @@ class RolloutCallback(Callback):
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
 
     takes_adapters = False
-    """Whether the engine takes adapters beside its weights; see `sync_weights`."""
+    """True if the engine takes adapters beside its weights; see `sync_weights`."""
 
     @abstractmethod
     def make_engine(self, module: PostTrainingModule) -> RolloutEngine:
-        """An engine for the module's policy, not started yet."""
+        """Make an engine for the module's policy, without starting it."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -158,7 +158,7 @@ class RolloutCallback(Callback):
         self._engine.load_weights(module.contract.named_weights(module.policy, self.weights_type(module)))
 
     def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
-        """Of the weights that the engine is sent; None where it takes them as they are."""
+        """Return the type of the weights that the engine is sent; None where it takes them as they are."""
         return None
 
     def _sample(
@@ -171,17 +171,17 @@ class RolloutCallback(Callback):
             return self._share(module, prompts, functools.partial(self._answer, module, sampling))
 
     def _share(self, module: PostTrainingModule, prompts: Prompts, answer: Callable[[Prompts], Rollout]) -> Rollout:
-        """Answers to prompts that other ranks may have too: each gives a part, and all get the same. Collective."""
+        """Answer prompts that other ranks may have too: each answers a part, and all get the whole. Collective."""
         part = answer(own_part(prompts, module.contract))
         return self._join(module, part, len(prompts))
 
     def _join(self, module: PostTrainingModule, part: Rollout, num_prompts: int) -> Rollout:
-        """The whole of which each rank with the same data has a part. Collective."""
+        """Join the whole of which each rank with the same data has a part. Collective."""
         pad = module.tokenizer.pad_token_id
         return join_parts(part, module.contract, num_prompts=num_prompts, pad_token_id=pad)
 
     def _answer(self, module: PostTrainingModule, sampling: SamplingConfig, prompts: Prompts) -> Rollout:
-        """Single responses or conversations."""
+        """Sample single responses or, with `turns`, conversations."""
         if self.turns is None:
             return self._generate(module, prompts, sampling)
         ask = functools.partial(self._generate, module)
@@ -195,7 +195,7 @@ class RolloutCallback(Callback):
             self._weights_step = trainer.global_step
 
     def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
-        """What the engine is asked."""
+        """Return the prompts that the engine is asked, with a seed for each sample."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
         # Batches, not steps: dynamic sampling may ask a prompt again within a step.
         turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
@@ -206,13 +206,13 @@ class RolloutCallback(Callback):
         return Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
 
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """The engine's answers."""
+        """Return the engine's answers."""
         assert self._engine is not None
         return self._engine.generate(prompts, sampling)
 
 
 def sends_adapters(module: PostTrainingModule) -> bool:
-    """Whether the policy's adapters go to the engine by themselves."""
+    """Tell whether the policy's adapters go to the engine by themselves."""
     lora = module.policy_config.lora
     return lora is not None and not lora.merge_for_rollout
 
@@ -221,8 +221,8 @@ class HFRollout(RolloutCallback):
     """Samples with a copy of the policy in the training process: no extra package, any device, not fast.
 
     Args:
-        sampling: How training responses are sampled.
-        val_sampling: How validation and test responses are sampled.
+        sampling: Settings by which training responses are sampled.
+        val_sampling: Settings by which validation and test responses are sampled.
         batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
 
@@ -258,7 +258,7 @@ class HFRollout(RolloutCallback):
         self._most = sequences, module.max_tokens or 0
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
-        """What the engine takes of a training device: a copy of the whole policy always, its cache while it samples."""
+        """Return the engine's memory on a training device: a whole policy always, its cache while it samples."""
         del device_bytes
         if not isinstance(self._engine, HFEngine):
             return EngineMemory()

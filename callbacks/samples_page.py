@@ -84,7 +84,7 @@ def write_page(folder: Path, *, max_tables: int) -> Path:
     """Gathers the newest tables of a folder in its ``index.html``, and returns that.
 
     Args:
-        folder: With ``step=N.jsonl`` of validations and ``train_step=N.jsonl``.
+        folder: Folder with ``step=N.jsonl`` of validations and ``train_step=N.jsonl``.
         max_tables: Most tables on the page; the others stay in their files.
     """
     files = sorted(folder.glob("*step=*.jsonl"), key=_step)[-max_tables:]
@@ -97,12 +97,12 @@ def write_page(folder: Path, *, max_tables: int) -> Path:
 
 
 def read_table(file: Path) -> Sequence[dict[str, object]]:
-    """The rows of a JSON Lines file."""
+    """Reads the rows of a JSON Lines file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _step(file: Path) -> tuple[int, str]:
-    """Training comes before the validation that follows it."""
+    """Sort key of a table: training comes before the validation that follows it."""
     match = re.search(r"step=(\d+)", file.name)
     return (int(match[1]) if match else 0, "" if file.name.startswith("train") else "val")
 

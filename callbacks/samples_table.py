@@ -38,7 +38,7 @@ class SamplesTable(Callback):
         max_characters: Longest prompt or response; more is cut and marked.
         train_every_n_steps: Training steps from one table to the next; 0 makes none.
         max_tables: Newest tables on the page; older ones stay in their files.
-        folder: Where the tables go; null puts them into ``samples`` beside the first logger's files.
+        folder: Folder for the tables; null puts them into ``samples`` beside the first logger's files.
 
     Raises:
         ValueError: If there is nothing to show.
@@ -147,7 +147,7 @@ class SamplesTable(Callback):
         self._write(module.trainer, f"train_step={step}", "train/samples", TRAIN_COLUMNS, table)
 
     def _write(self, trainer: Trainer, name: str, key: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        """Into a file, onto the page and to Weights & Biases; on rank 0."""
+        """Write a table into a file, onto the page and to Weights & Biases; on rank 0."""
         if not trainer.is_global_zero:
             return
         folder = self._path

@@ -13,11 +13,11 @@ from verl_lightning.types import Rollout
 
 
 def own_part(prompts: Prompts, contract: PostTrainingStrategy) -> Prompts:
-    """The prompts that this rank asks for; as many on each, so the last one may be asked for several times.
+    """Returns the prompts that this rank asks for; as many on each, so the last one may be asked for several times.
 
     Args:
-        prompts: Of this rank's data.
-        contract: Says with whom it shares them.
+        prompts: Prompts of this rank's data.
+        contract: Strategy, which knows the ranks with the same data.
     """
     if contract.model_parallel_size == 1:
         return prompts
@@ -31,11 +31,11 @@ def own_part(prompts: Prompts, contract: PostTrainingStrategy) -> Prompts:
 
 
 def part_of(whole: Rollout, contract: PostTrainingStrategy) -> Rollout:
-    """What `join_parts` would make the whole of, for responses that are known already.
+    """Returns this rank's part, of which `join_parts` would make the whole, of responses that are known already.
 
     Args:
-        whole: To all prompts of this rank's data.
-        contract: Says with whom it shares them.
+        whole: Responses to all prompts of this rank's data.
+        contract: Strategy, which knows the ranks with the same data.
     """
     if contract.model_parallel_size == 1:
         return whole
@@ -44,13 +44,13 @@ def part_of(whole: Rollout, contract: PostTrainingStrategy) -> Rollout:
 
 
 def join_parts(part: Rollout, contract: PostTrainingStrategy, *, num_prompts: int, pad_token_id: int) -> Rollout:
-    """The responses to all prompts of this rank's data, to the last bit the same on each rank. Collective.
+    """Returns the responses to all prompts of this rank's data, bit for bit the same on each rank. Collective.
 
     Args:
-        part: The responses to `own_part`.
-        contract: Says with whom it is shared.
-        num_prompts: Of all of them.
-        pad_token_id: Fills ``input_ids``.
+        part: Responses to `own_part`.
+        contract: Strategy, which knows the ranks with the same data.
+        num_prompts: Number of all prompts of this rank's data.
+        pad_token_id: Token that fills ``input_ids``.
     """
     if contract.model_parallel_size == 1:
         return part

@@ -40,8 +40,8 @@ class VLLMRollout(OneStepOffRollout):
     nats per token; a run in which it exceeds ``canary_limit`` stops, since it would learn from another policy.
 
     Args:
-        sampling: How training responses are sampled.
-        val_sampling: How validation and test responses are sampled.
+        sampling: Settings by which training responses are sampled.
+        val_sampling: Settings by which validation and test responses are sampled.
         gpu_memory_utilization: Share of each GPU's memory for the engine's weights and key-value cache, in ``(0, 1]``.
             While it sleeps all of it is free for training. Null takes what the run's memory plan leaves, and 0.9 of a
             GPU that the engine has for itself. Ignored on CPUs.
@@ -148,7 +148,7 @@ class VLLMRollout(OneStepOffRollout):
         return ProcessEngine(dataclasses.replace(config, transfer=transfer), gpu=gpu, transfer=transfer)
 
     def _memory_share(self, module: PostTrainingModule) -> float:
-        """Of a GPU, for the engine."""
+        """Return the share of a GPU's memory for the engine."""
         if self.gpu_memory_utilization is not None:
             return self.gpu_memory_utilization
         if not self._shares_gpus(module):
@@ -161,13 +161,13 @@ class VLLMRollout(OneStepOffRollout):
         )
 
     def _shares_gpus(self, module: PostTrainingModule) -> bool:
-        """Whether engines lie on the trainer's GPUs; `RayRollout` asks for engines that lie elsewhere."""
+        """Tell whether engines lie on the trainer's GPUs; `RayRollout` asks for engines that lie elsewhere."""
         gpu = trainer_gpu(module.trainer)
         is_own = self in module.trainer.callbacks  # type: ignore[attr-defined]
         return is_own and gpu is not None and (self.beside is None or engine_gpu(self.beside, module.trainer) == gpu)
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
-        """What the engine takes of a training device with so many bytes; nothing before its share is known."""
+        """Return the engine's memory on a training device with so many bytes; none before its share is known."""
         if self._is_elsewhere:
             return EngineMemory()
         sampling = int(self._gpu_share * device_bytes)
@@ -313,10 +313,10 @@ class VLLMRollout(OneStepOffRollout):
 
 
 def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
-    """Which of vLLM's log-probs are those of the trainer: at the temperature, over the whole vocabulary.
+    """Choose the kind of vLLM's log-probs that are those of the trainer: at the temperature, over the whole vocabulary.
 
     Raises:
-        ValueError: If none is.
+        ValueError: If no kind is.
     """
     if not sampling.is_truncated:
         return "processed_logprobs"

@@ -1,4 +1,4 @@
-"""What our modules ask of a Lightning strategy: the one contract between algorithm and hardware.
+"""The one contract between algorithm and hardware: the operations that our modules ask of a Lightning strategy.
 
 A module hands over whole mini-batches of micro-batches, since a pipeline schedule must own the loop over them.
 The defaults fit any stock Lightning strategy of one process; see `as_contract`.
@@ -47,10 +47,10 @@ class PostTrainingStrategy:
     """
 
     adamw: type[torch.optim.AdamW] = torch.optim.AdamW
-    """Which AdamW `make_optimizer` makes."""
+    """Class of the AdamW that `make_optimizer` makes."""
 
     holds_whole_models = True
-    """Whether each rank has all weights of the models."""
+    """True where each rank has all weights of the models."""
 
     lightning_module: LightningModule | None
     precision_plugin: Precision
@@ -60,7 +60,7 @@ class PostTrainingStrategy:
         """Build one role's model and spread it over the devices. Collective; called in ``configure_model``.
 
         Args:
-            config: Which model, and how it is trained.
+            config: Options of the model and of its training.
             head: What the model scores.
             trainable: False freezes every weight.
         """
@@ -98,7 +98,7 @@ class PostTrainingStrategy:
         """Add the gradient of one mini-batch, summed over its micro-batches and over ranks. Collective.
 
         Args:
-            model: From `make_model`.
+            model: Model from `make_model`.
             micro_batches: This rank's share of the mini-batch; at least one, the numbers may differ between ranks.
             loss_fn: Gives each micro-batch's normalised loss and metrics.
             with_entropy: Score the entropy too, with its gradient.
@@ -130,7 +130,7 @@ class PostTrainingStrategy:
         decay and momentum rest too. The returned norm tells.
 
         Args:
-            optimizer: From ``LightningModule.optimizers()``.
+            optimizer: Optimizer from ``LightningModule.optimizers()``.
             max_norm: Largest global norm; 0 does not clip.
             count: Whether this step moves ``trainer.global_step``: one does in each iteration.
 
@@ -152,9 +152,9 @@ class PostTrainingStrategy:
         fused optimizer does both while it steps.
 
         Args:
-            optimizer: From `make_optimizer`.
+            optimizer: Optimizer from `make_optimizer`.
             max_norm: Largest global norm after scaling; 0 does not clip.
-            scale: What the gradients are multiplied by, above 0.
+            scale: Factor on the gradients, above 0.
 
         Returns:
             The norm after scaling and before clipping, over all ranks.
@@ -170,36 +170,36 @@ class PostTrainingStrategy:
         return torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
 
     def named_weights(self, model: TokenScorer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
+        """Yield Hugging Face names and whole weights, one at a time, adapters merged in; a value head is left out.
 
         Collective: every rank must exhaust the iterator.
 
         Args:
-            model: Whose weights they are.
-            dtype: What they are rounded to before ranks send one another their parts; None leaves them as they are.
+            model: Model with the weights.
+            dtype: Type to which they are rounded before ranks send one another their parts; None leaves their own.
         """
         return ((name, as_type(weight, dtype)) for name, weight in merged_weights(model.backbone))
 
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
-        """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
+        """Return the weights that LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
         return adapter_weights(model.backbone)
 
     def plan_memory(
         self, size: ModelSize, config: ModelConfig, tokens: int | None, *, accumulates: bool
     ) -> ModelMemory:
-        """What a model will take on one device; an estimate, made before it is built.
+        """Estimate the memory that a model will take on one device, before it is built.
 
         Args:
-            size: Of the whole model.
-            config: Which model, and how it is trained.
-            tokens: Of the largest forward and backward pass, None where not known.
-            accumulates: Whether an optimizer step has several of them.
+            size: Size of the whole model.
+            config: Options of the model and of its training.
+            tokens: Tokens of the largest forward and backward pass, None where not known.
+            accumulates: Whether an optimizer step has several such passes.
         """
         del accumulates
         return whole_memory(size, self.compute_types(config), tokens, keeps_gradients=False)
 
     def compute_types(self, config: ModelConfig) -> Compute:
-        """In which types a model computes. Here: as Lightning's precision plugins have it."""
+        """Return the types in which a model computes. Here: as Lightning's precision plugins have it."""
         stored, precision = 2 if config.dtype == "bfloat16" else 4, str(self.precision_plugin.precision)
         if precision.endswith("-mixed"):
             return Compute(width=2, stream_width=4)
@@ -207,22 +207,22 @@ class PostTrainingStrategy:
         return Compute(width=width, stream_width=width)
 
     def no_gradient_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within it, backward passes add up gradients on this rank only."""
+        """Return a context in which backward passes add up gradients on this rank only."""
         return nullcontext()
 
     @property
     def gradient_divisor(self) -> float:
-        """By what the back end divides gradients; losses are multiplied by it, since ours are normalised already."""
+        """Divisor of gradients in the back end; losses are multiplied by it, since ours are normalised already."""
         return 1.0
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that see different data."""
         return 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of them this one is."""
+        """Index of this rank among those that see different data."""
         return 0
 
     def sum_over_data_parallel(self, tensor: Tensor) -> Tensor:
@@ -243,13 +243,13 @@ class PostTrainingStrategy:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that see this rank's data, itself among them."""
+        """Number of ranks that see this rank's data, itself among them."""
         group = self.model_parallel_group
         return 1 if group is None else group.size()
 
     @property
     def model_parallel_rank(self) -> int:
-        """Which of them this one is."""
+        """Index of this rank among those that see its data."""
         group = self.model_parallel_group
         return 0 if group is None else group.rank()
 
@@ -277,7 +277,7 @@ def with_gradient(optimizer: torch.optim.Optimizer | LightningOptimizer) -> list
 
 @contextmanager
 def gradients_unsynced(strategy: PostTrainingStrategy, models: Iterable[nn.Module]) -> Iterator[None]:
-    """`no_gradient_sync` of several models: what Lightning enters for each batch but the last of an accumulation."""
+    """Enter `no_gradient_sync` of several models, as for each batch but the last of Lightning's accumulation."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(strategy.no_gradient_sync(model))
@@ -285,7 +285,7 @@ def gradients_unsynced(strategy: PostTrainingStrategy, models: Iterable[nn.Modul
 
 
 def blank(batch: BatchT) -> BatchT:
-    """One row of a batch from which nothing is learnt."""
+    """Return one row of a batch, made such that nothing is learnt from it."""
     row = batch.select(slice(0, 1))
     lengths = row.row_lengths and tuple(length._replace(scored=0) for length in row.row_lengths)
     return replace(row, response_mask=torch.zeros_like(row.response_mask), row_lengths=lengths)
@@ -303,7 +303,7 @@ class DataParallelMixin(PostTrainingStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this rank sees, as Lightning asks for it."""
+        """Arguments of the `DistributedSampler` by which Lightning gives this rank its share of the data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property

@@ -1,4 +1,4 @@
-"""Trainer checkpoints of every format: which it is, what it holds, and what to use in place of a damaged one."""
+"""Reads trainer checkpoints of every format, and names one to use in place of a damaged one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verl_lightning.strategies.sealed_files import check_sealed, load_file, load
 from verl_lightning.strategies.sharded_io import CheckedReader
 
 READER_KEY = "folder_reader"
-"""What reads a folder's tensors, beside its other contents while it is loaded."""
+"""Key under which a folder's contents hold the reader of its tensors while it is loaded."""
 
 MAX_CHECKED_BYTES = 2**36
-"""Of a folder that is looked at in place of a damaged one; of a larger one, sizes and small files are compared."""
+"""Most bytes of a folder whose every byte is checked; of a larger one, only sizes and small files are."""
 
 
 class ReadWhole(Protocol):
@@ -31,7 +31,7 @@ class FolderFormat:
     """A kind of folder that a strategy writes checkpoints as."""
 
     name: str
-    """The strategy's, as in `trainer.strategy`."""
+    """Name of the strategy, as in `trainer.strategy`."""
 
     settings_file: str
     """Name of the file that holds all but tensors. It is written last, sealed, and tells folders of this format."""
@@ -40,14 +40,14 @@ class FolderFormat:
     """Patterns of other files, any of which shows that a folder without settings was one of this format."""
 
     read_whole: ReadWhole
-    """Reads it without the strategy."""
+    """Function that reads a folder without the strategy."""
 
     def is_at(self, path: Path) -> bool:
-        """Whether a folder of this format, with its settings, lies at a path."""
+        """Tell whether a folder of this format, with its settings, lies at a path."""
         return (path / self.settings_file).is_file()
 
     def settings_of(self, path: Path) -> Path:
-        """The settings of a folder."""
+        """Return the path of a folder's settings."""
         return path / self.settings_file
 
 
@@ -58,17 +58,17 @@ def register_format(known: FolderFormat) -> None:
     """Make folders of a format checkpoints to all strategies and commands.
 
     Args:
-        known: A later one is asked for earlier: it may build on a format that is known already.
+        known: Format to add. A later one is asked for earlier: it may build on a format that is known already.
     """
     _FORMATS.insert(0, known)
 
 
 class NoCheckpointError(ValueError):
-    """What is given as a checkpoint is something else.
+    """Error for a path that is given as a checkpoint but holds something else.
 
     Args:
-        path: It.
-        what: What it is, as the rest of a sentence.
+        path: Path that was given.
+        what: Words on what it is, as the rest of a sentence that begins with the path.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -77,7 +77,7 @@ class NoCheckpointError(ValueError):
 
 
 def format_of(path: Path) -> FolderFormat | None:
-    """The format of a checkpoint folder, None for a checkpoint that is one file.
+    """Return the format of a checkpoint folder, None for a checkpoint that is one file.
 
     Raises:
         DamagedFileError: If it is a folder whose settings are gone.
@@ -97,7 +97,7 @@ def format_of(path: Path) -> FolderFormat | None:
 
 
 def what_folder_is(folder: Path) -> str:
-    """What a folder is that can't resume a run, and what to do with it."""
+    """Say what a folder is that can't resume a run, and what to do with it."""
     if (folder / "adapter_config.json").exists():
         return "is a PEFT folder, which can't resume a run. Start from it: `model.actor.lora.adapter_path`."
     if (folder / "config.json").exists():
@@ -111,13 +111,13 @@ def what_folder_is(folder: Path) -> str:
 def read_checkpoint(
     path: Path, *, weights_only: bool | None = True, with_optimizers: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """A checkpoint of any strategy as that of an unsharded run.
+    """Read a checkpoint of any strategy as that of an unsharded run.
 
     Args:
-        path: Its file or folder.
+        path: File or folder of the checkpoint.
         weights_only: False lets a file, or a folder's settings, hold any object, which may run code.
         with_optimizers: Whether to read the optimizers' state, where it lies apart.
-        options: Of `load_file`, for a file.
+        options: Further options of `load_file`, for a file.
 
     Raises:
         DamagedFileError: If a file is not as it was written; it names the newest whole checkpoint.
@@ -131,7 +131,7 @@ def read_checkpoint(
 
 
 def as_checkpoint(path: Path, content: Any) -> dict[str, Any]:
-    """What a file of `torch.save` holds, if that is a checkpoint.
+    """Return the content of a file of `torch.save`, if that is a checkpoint.
 
     Raises:
         NoCheckpointError: If it is not.
@@ -142,7 +142,7 @@ def as_checkpoint(path: Path, content: Any) -> dict[str, Any]:
 
 
 def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, Any]:
-    """What a checkpoint holds, without what lies in other files; of a file no tensor is read.
+    """Read a checkpoint without what a folder holds in other files; of a single file, no tensor is read.
 
     Raises:
         DamagedFileError: If it can't be read, or a folder's settings are not as they were written.
@@ -156,7 +156,7 @@ def read_settings(path: Path, *, weights_only: bool | None = True) -> dict[str, 
 
 
 def open_folder(path: Path) -> CheckedReader:
-    """The reader of what ranks have written into a folder.
+    """Return the reader of what ranks have written into a folder.
 
     Raises:
         DamagedFileError: If its small files are not as they were written; it names the newest whole checkpoint.
@@ -211,7 +211,7 @@ def _is_link_to(other: Path, path: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every file of a checkpoint is as it was written."""
+    """Tell whether every file of a checkpoint is as it was written, within the limit of `MAX_CHECKED_BYTES`."""
     try:
         if (known := format_of(path)) is None:
             check_sealed(path)

@@ -33,7 +33,7 @@ def compile_block(block: nn.Module) -> None:
 
 
 def is_ragged(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a block is called with packed sequences of unequal lengths."""
+    """Tell whether a block is called with packed sequences of unequal lengths."""
     cu_seq_lens, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     if cu_seq_lens is None or longest is None:
         return False

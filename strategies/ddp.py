@@ -34,7 +34,7 @@ class DDPStrategy(DataParallelMixin, WatchedStrategy, LightningDDPStrategy):
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
         find_unused_parameters: Look in each pass for trained weights that it leaves out, such as those of a vision
             tower beside text: slower, and an error without it.
-        checkpoint_io: What writes and reads the trainer's checkpoints; null takes files that are whole or not there.
+        checkpoint_io: Plugin for the trainer's checkpoints; null writes files that are whole or not there.
     """
 
     def __init__(

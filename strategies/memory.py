@@ -1,4 +1,4 @@
-"""What a model takes on one device, estimated before it is built."""
+"""Memory that a model takes on one device, estimated before it is built."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from verl_lightning.models.size import Compute, ModelSize
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """One model on one device, in bytes."""
+    """Memory of one model on one device, in bytes."""
 
     weights: int
-    """Its part of the weights, and of other copies of them that stay."""
+    """The device's part of the weights, and of other copies of them that stay."""
 
     gradients: int = 0
-    """Its part of them."""
+    """The device's part of the gradients."""
 
     optimizer: int = 0
-    """Its part of the optimizer's state."""
+    """The device's part of the optimizer's state."""
 
     gathered: int = 0
-    """What comes and goes with each block: weights from other devices or in another type, gradients on their way."""
+    """Weights from other devices or in another type, and gradients on their way, which come and go with each block."""
 
     activations: int | None = 0
-    """What a forward pass keeps for its backward pass; None where its tokens are not known."""
+    """Activations that a forward pass keeps for its backward pass; None where its tokens are not known."""
 
     head: int = 0
     """Logits of a chunk and their gradients."""
 
     keeps_gradients: bool = False
-    """Whether gradients hold their memory between updates."""
+    """True if gradients hold their memory between updates."""
 
     on_host: bool = False
-    """Whether weights, gradients and optimizer state lie in the host's memory."""
+    """True if weights, gradients and optimizer state lie in the host's memory."""
 
     @property
     def resting(self) -> int:
-        """On the device between updates."""
+        """Bytes on the device between updates."""
         if self.on_host:
             return 0
         return self.weights + self.optimizer + (self.gradients if self.keeps_gradients else 0)
 
     @property
     def working(self) -> int:
-        """On the device while it learns, beside what rests."""
+        """Bytes on the device while the model learns, beside those of `resting`."""
         gradients = 0 if self.keeps_gradients or self.on_host else self.gradients
         return gradients + self.gathered + (self.activations or 0) + self.head
 
 
 def learning_memory(size: ModelSize, compute: Compute, tokens: int | None) -> dict[str, int | None]:
-    """Activations and logits of a model in training; nothing of a frozen one, which keeps nothing.
+    """Estimates activations and logits of a model in training; nothing of a frozen one, which keeps nothing.
 
     Args:
-        size: Of the model.
-        compute: In which types it computes.
-        tokens: Of the largest pass of one device, None where not known.
+        size: Size of the model.
+        compute: Types in which the model computes.
+        tokens: Tokens of the largest pass of one device, None where not known.
     """
     if not size.trainable:
         return {}
@@ -65,12 +65,12 @@ def learning_memory(size: ModelSize, compute: Compute, tokens: int | None) -> di
 
 
 def whole_memory(size: ModelSize, compute: Compute, tokens: int | None, *, keeps_gradients: bool) -> ModelMemory:
-    """A model that lies whole on the device, under AdamW.
+    """Estimates the memory of a model that lies whole on the device, under AdamW.
 
     Args:
-        size: Of the model.
-        compute: In which types it computes.
-        tokens: Of its largest pass, None where not known.
+        size: Size of the model.
+        compute: Types in which the model computes.
+        tokens: Tokens of the model's largest pass, None where not known.
         keeps_gradients: Whether gradients hold their memory between updates.
     """
     return ModelMemory(
@@ -93,12 +93,12 @@ def sharded_memory(
     accumulates_whole: bool,
     on_host: bool,
 ) -> ModelMemory:
-    """A model whose weights lie in parts on several devices and are gathered block by block, under AdamW.
+    """Estimates the memory of a model that is sharded over devices and gathered block by block, under AdamW.
 
     Args:
-        size: Of the model.
-        compute: In which types it computes.
-        tokens: Of its largest pass on one device, None where not known.
+        size: Size of the model.
+        compute: Types in which the model computes.
+        tokens: Tokens of the model's largest pass on one device, None where not known.
         shards: Devices that share the weights.
         keeps_gathered: Whether gathered weights stay until the backward pass.
         accumulates_whole: Whether whole gradients are summed up over several passes.

@@ -22,17 +22,17 @@ UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError),
     *(ImportError, OverflowError, MemoryError, RecursionError, zipfile.BadZipFile, StopIteration),
 )
-"""What Python raises for pickles and archives that are none, or not whole."""
+"""Errors that Python raises for pickles and archives that are none, or not whole."""
 
 
 class Record:
     """An object as a pickle describes it. Each time that a class is named a new subclass stands for it."""
 
     args: tuple[Any, ...] = ()
-    """What it is made with."""
+    """Arguments that the object is made with."""
 
     state: Any = None
-    """What it is filled with."""
+    """State that the object is filled with."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -65,17 +65,17 @@ class DescribingUnpickler(pickle.Unpickler):
 
 
 class ForbiddenNameError(Exception):
-    """A pickle names what files of its kind do not hold."""
+    """Error for a pickle that names what files of its kind do not hold."""
 
 
 def describe(file: IO[bytes], names: Collection[tuple[str, str]], path: Path, what: str) -> Any:
-    """What a pickle holds, as plain values and `Record` objects.
+    """Reads a pickle as plain values and `Record` objects.
 
     Args:
         file: The pickle.
         names: Modules and names that it may have.
         path: The file that it comes from, for messages.
-        what: What it is, for messages.
+        what: Name of the pickle's content, for messages.
 
     Raises:
         DamagedFileError: If it can't be read, or names anything else.
@@ -93,10 +93,10 @@ def describe(file: IO[bytes], names: Collection[tuple[str, str]], path: Path, wh
 
 
 def plain_entry(content: bytes, path: Path) -> Any:
-    """An entry of a sharded checkpoint, once it is known to hold tensors and plain values alone.
+    """Reads an entry of a sharded checkpoint, once it is known to hold tensors and plain values alone.
 
     Args:
-        content: What `torch.save` wrote.
+        content: Bytes that `torch.save` wrote.
         path: The file that it comes from, for messages.
 
     Raises:
@@ -112,10 +112,10 @@ def plain_entry(content: bytes, path: Path) -> Any:
 
 
 def guarded(read: Callable[[], Any], path: Path, what: str) -> Any:
-    """What a function makes of a description, where a failure means that the file is not what it should be.
+    """Calls a function that interprets a description; its failure means that the file is not what it should be.
 
     Raises:
-        DamagedFileError: If so.
+        DamagedFileError: If the function fails.
     """
     try:
         return read()

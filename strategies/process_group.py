@@ -1,4 +1,4 @@
-"""How the processes of a run meet: where they listen, and what becomes of those that are left when one has died."""
+"""Lets the processes of one machine meet on its loopback interface, and ends those left when one has died."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LISTENED_ON: set[int] = set()
 """Ports on which this process has made a store."""
 
 LINGER_SECONDS = 10.0
-"""How long processes may go on after the one that has started them is done."""
+"""Seconds that processes may go on after the one that has started them is done."""
 
 
 class Launcher(OpenLauncher):
@@ -104,12 +104,12 @@ def meet_on_loopback(
     """Makes the process group of processes on one machine, which listen on its loopback interface alone. Collective.
 
     Args:
-        backend: Such as ``gloo``.
-        rank: This process's.
+        backend: Backend of the group, such as ``gloo``.
+        rank: Rank of this process.
         world_size: Number of processes.
-        port: On which the first one listens.
-        timeout: Of the meeting, and of each collective.
-        device: On which this process computes.
+        port: Port on which the first process listens.
+        timeout: Longest time for the meeting, and for each collective.
+        device: Device on which this process computes.
     """
     loopback.use_for("GLOO", "NCCL")
     os.environ.update({"MASTER_ADDR": loopback.ADDRESS, "MASTER_PORT": str(port)})
@@ -138,6 +138,6 @@ def _leave_group() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """With which exit code a process ends by an error."""
+    """Returns the exit code of a process that ends by an error."""
     code = error.code if isinstance(error, SystemExit) else None
     return code if isinstance(code, int) else ExitCode.FAILED

@@ -17,7 +17,7 @@ from verl_lightning.models.digests import DamagedFileError, Digest, DigestedFile
 from verl_lightning.models.torch_files import load_values
 
 END = b"PK\x05\x06"
-"""How a ZIP archive's last record begins, which is followed by the comment alone."""
+"""First bytes of a ZIP archive's last record, which is followed by the comment alone."""
 
 END_BYTES = 22
 LENGTH_BYTES = 2  # the end of that record: how long the comment is
@@ -33,7 +33,7 @@ def write_sealed(
 
     Args:
         path: The file.
-        write: Does it; gets what `torch.save` takes for a file.
+        write: Function that writes the content to a file such as `torch.save` takes.
         beside: Digests of other files by their names, to keep too.
     """
     with path.open("wb") as file:
@@ -47,14 +47,14 @@ def write_sealed(
 
 
 def _comment(digest: Digest, beside: Mapping[str, Digest]) -> bytes:
-    """A seal as bytes, which end with their own CRC. A block of 2**28 bytes takes 12 of them: a terabyte fits."""
+    """Write a seal as bytes, which end with their own CRC. A block of 2**28 bytes takes 12 of them: a terabyte fits."""
     files = {name: each.to_json() for name, each in beside.items()}
     text = json.dumps({"archive": digest.to_json(), "files": files}).encode()
     return text + b" %08x" % zlib.crc32(text)
 
 
 def read_seal(path: Path) -> tuple[Digest, dict[str, Digest]] | None:
-    """What a file of `torch.save` says it must be, and files beside it; None if it was written without a seal.
+    """Read from a file of `torch.save` the digests of itself and of files beside it; None if it has no seal.
 
     Raises:
         DamagedFileError: If the end of the file is not as it was written.
@@ -119,7 +119,7 @@ def load_file(
         path: A local file.
         weights_only: False reads any object, which may run code; None is True.
         mmap: Map tensors into memory instead of reading them.
-        map_location: Where tensors go, as of `torch.load`.
+        map_location: Device for the tensors, as `torch.load` takes it.
         checks: Whether to compare the file with its digest first, for which all of it is read.
 
     Raises:
@@ -133,11 +133,11 @@ def load_file(
 
 
 def load_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What a checkpoint folder holds beside tensors.
+    """Read what a checkpoint folder holds beside tensors.
 
     Args:
-        path: Its settings file.
-        weights_only: As of `load_file`.
+        path: Settings file of the folder.
+        weights_only: Option of `load_file`.
 
     Raises:
         DamagedFileError: If it is not as it was written, or holds no settings.

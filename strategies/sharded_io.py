@@ -1,4 +1,4 @@
-"""How sharded checkpoint folders are written and read: each item with its CRC, and nothing in them can run.
+"""Writes and reads sharded checkpoint folders: each item has its CRC, and nothing in them can run.
 
 A folder's settings file is sealed and holds the digests of the table of contents and other small files. The table holds
 the CRC of each item. A rank compares what it reads, as it reads it: no byte is read twice for that, and nothing of it
@@ -38,7 +38,7 @@ class DigestingWriter(FileSystemWriter):
     """Writes this rank's items in one file, with the CRC of each in the table of contents.
 
     Args:
-        folder: Where to.
+        folder: Folder to write to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,10 +52,10 @@ class DigestingWriter(FileSystemWriter):
 
 @contextmanager
 def items_digested(module: ModuleType) -> Iterator[None]:
-    """Within it, a module that writes items tells their CRCs to the table of contents.
+    """Have a module that writes items tell their CRCs to the table of contents, within this context.
 
     Args:
-        module: That writes them by torch's function.
+        module: Module that writes items by torch's function.
     """
 
     def digesting(
@@ -71,7 +71,7 @@ def items_digested(module: ModuleType) -> Iterator[None]:
 
 
 def saved_bytes(checkpoint: Mapping[str, Any]) -> bytes:
-    """What `torch.save` makes of a checkpoint without tensors."""
+    """Return the bytes that `torch.save` makes of a checkpoint without tensors."""
     settings = io.BytesIO()
     torch.save(checkpoint, settings)
     return settings.getvalue()
@@ -82,7 +82,7 @@ def write_settings(path: Path, settings: bytes) -> None:
 
     Args:
         path: The file of the settings, the last one that the folder gets.
-        settings: What `torch.save` made of them.
+        settings: Bytes that `torch.save` made of the settings.
     """
     files = {
         file.name: digest_of(file) for file in path.parent.iterdir() if file.suffix != DATA_SUFFIX and file != path
@@ -161,7 +161,7 @@ class CheckedReader(FileSystemReader):
             pass
 
     def _read(self, places: Mapping[MetadataIndex, Any]) -> Iterator[tuple[MetadataIndex, Path, bytes]]:
-        """Stored items in the order in which they lie in their files, compared with their CRCs."""
+        """Yield stored items in the order in which they lie in their files, compared with their CRCs."""
         in_order = sorted(places.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset))
         for name, pairs in itertools.groupby(in_order, lambda pair: pair[1].relative_path):
             path = self.folder / name
@@ -211,10 +211,10 @@ def check_small_files(settings: Path) -> None:
 
 
 def narrowed(stored: Any, item: ReadItem, path: Path) -> Tensor:
-    """The part of a stored tensor that is wanted.
+    """Return the part of a stored tensor that an item wants.
 
     Raises:
-        DamagedFileError: If it is none, or smaller than the table of contents says.
+        DamagedFileError: If the stored value is no tensor, or smaller than the table of contents says.
     """
     name = item.storage_index.fqn
     if not isinstance(stored, Tensor):

@@ -27,13 +27,13 @@ T = TypeVar("T")
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
 CRC_FIELD = "crc32"
-"""Beside torch's own fields of a stored item: the CRC of each of its blocks."""
+"""Name of the field, beside torch's own of a stored item, that holds the CRC of each of its blocks."""
 
 MAX_LIST = 2**20  # an index of a list above it would fill the memory
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a folder's `.metadata` says, in torch's classes; none of them has seen the file itself.
+    """Read a folder's `.metadata` into torch's classes, none of which has seen the file itself.
 
     Raises:
         DamagedFileError: If it is missing, can't be read, or says what no table of contents does.

@@ -41,7 +41,7 @@ class BackgroundSaves:
         """Begin to write a checkpoint folder, once the one before is durable. Collective.
 
         Args:
-            checkpoint: As `save_sharded` takes it; may change once this returns.
+            checkpoint: Checkpoint as `save_sharded` takes it; may change once this returns.
             path: The folder.
 
         Raises:
@@ -92,7 +92,7 @@ class BackgroundSaves:
             self._executor.shutdown()
 
     def _finish(self, written: Future[Any], settings: bytes, stack: ExitStack, path: Path) -> None:
-        """In the thread: give the folder its name once all ranks have written, and tell all whether it has it."""
+        """Give the folder its name, in the thread, once all ranks have written, and tell all whether it has it."""
         is_whole = False
         try:
             with stack:
@@ -111,7 +111,7 @@ def remove_checkpoint(path: Path, *, is_writer: bool) -> None:
     """Delete a checkpoint's folder or file so that no moment shows half of it.
 
     Args:
-        path: It.
+        path: Path of the checkpoint.
         is_writer: Whether this rank does it.
     """
     if is_writer:

@@ -41,7 +41,7 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
     """Write a checkpoint folder, whole or not at all: a kill leaves what was there before. Collective.
 
     Args:
-        checkpoint: Lightning's, with sharded states of the model and of the optimizers by parameter names.
+        checkpoint: Lightning's checkpoint, with sharded states of the model and of the optimizers by parameter names.
         path: The folder.
         is_writer: Whether this rank moves the finished folder to its place.
     """
@@ -55,7 +55,7 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, *, is_writer: bool) -> 
 
 
 def take_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What every rank writes its part of, taken out of a checkpoint; the rest is every rank's."""
+    """Take out of a checkpoint the tensors of which each rank writes its part; the rest is the same on all ranks."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     return tensors | {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
 
@@ -118,7 +118,7 @@ def read_whole(path: Path, *, weights_only: bool | None, with_optimizers: bool =
 
     Args:
         path: The folder.
-        weights_only: As of `torch.load`, for the settings.
+        weights_only: Option of `torch.load`, for the settings.
         with_optimizers: Not asked: they are read in one go with the weights.
 
     Raises:

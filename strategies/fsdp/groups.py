@@ -1,4 +1,4 @@
-"""Which ranks share a model's weights, which share a sequence, and which see different data."""
+"""Groups of ranks that share a model's weights, that share a sequence, and that see different data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FSDPGroups(DataParallelMixin):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """One axis to shard over; with copies, two: replicate, then shard."""
+        """Mesh with one axis to shard over; with copies of the model, with two: replicate, then shard."""
         assert self._shard_mesh is not None
         return self._shard_mesh
 
@@ -73,7 +73,7 @@ class FSDPGroups(DataParallelMixin):
 
 
 def packed_attention(config: ModelConfig) -> ModelConfig:
-    """A model's options, with the attention that can share sequences among ranks.
+    """Return a model's options, with the attention that can share sequences among ranks.
 
     Raises:
         MisconfigurationException: If another one is asked for.
@@ -95,7 +95,7 @@ def check_shares(model: TokenScorer, size: int) -> None:
     """Refuse a model whose sequences cannot be shared among ranks.
 
     Args:
-        model: With the options of `packed_attention`.
+        model: Model with the options of `packed_attention`.
         size: Ranks that share a sequence.
 
     Raises:

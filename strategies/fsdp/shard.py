@@ -31,9 +31,9 @@ def shard(
 
     Args:
         model: The root, which every caller enters.
-        blocks: From `transformer_blocks`.
+        blocks: Blocks of the model, from `transformer_blocks`.
         mesh: One axis to shard over, or two: replicate, then shard.
-        precision: What is computed and what is reduced in which type.
+        precision: Types in which the model computes and gradients are reduced.
         reshard_after_forward: Free a block's gathered weights between its forward and its backward pass.
         cpu_offload: Keep weights, gradients and optimizer state in the host's memory.
     """
@@ -90,10 +90,10 @@ def receive_weights(
     One tensor at a time travels to every rank, which keeps its part; tied weights stay tied.
 
     Args:
-        model: Sharded, without memory yet; gets it here.
+        model: Sharded model without memory, which it gets here.
         source: Whole parameters and buffers by the model's names, on rank 0; None elsewhere.
-        path: Where they come from, for people.
-        device: For communication and buffers.
+        path: Path of the weights, for messages.
+        device: Device for communication and buffers.
         cpu_offload: Put the weights into the host's memory.
 
     Raises:
@@ -116,7 +116,7 @@ def receive_weights(
 def _spread(
     source: Iterator[dict[str, Tensor]] | None, path: str, targets: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """What rank 0 reads, on every rank; a part ends before the next is read."""
+    """Yield each tensor that rank 0 reads, by name, on every rank; a part ends before the next is read."""
     while True:
         part: dict[str, Tensor] = {}
         told: list[list[str] | None] = [None]

@@ -269,7 +269,7 @@ class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """What Lightning enters for each batch but the last of an accumulation."""
+        """Enter `no_gradient_sync` of all trained models, for each batch but the last of Lightning's accumulation."""
         with gradients_unsynced(self, self._trained):
             yield
 

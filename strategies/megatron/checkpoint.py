@@ -47,10 +47,10 @@ def save_folder(
     """Write a checkpoint folder, whole or not at all. Collective.
 
     Args:
-        checkpoint: Lightning's, without tensors.
+        checkpoint: Lightning's checkpoint, without tensors.
         path: The folder.
-        roles: What is saved.
-        optimizers: Of the roles, in their order; none to leave them out.
+        roles: Models to save, by their attribute.
+        optimizers: Optimizers of the roles, in their order; empty to leave them out.
         is_writer: Whether this rank moves the finished folder to its place.
     """
     from megatron.core import dist_checkpointing
@@ -96,7 +96,7 @@ def load_optimizer(reader: CheckedReader, role: str, model: MegatronScorer, opti
 
 
 def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
-    """What is trained of a model, as Megatron's sharded tensors, piece by piece."""
+    """Return the trained weights of a model as Megatron's sharded tensors, piece by piece. Collective."""
     gather_weights(model)
     states: dict[str, Any] = {}
     for index, piece in enumerate(model.pieces):
@@ -109,7 +109,7 @@ def model_state(role: str, model: MegatronScorer) -> dict[str, Any]:
 
 
 def optimizer_state(role: str, optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool) -> Any:
-    """An optimizer's state as sharded tensors, under its role's name."""
+    """Return an optimizer's state as sharded tensors, under its role's name."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     state = optimizer.inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(FORMAT))
@@ -122,7 +122,7 @@ def load_other(state: Mapping[str, Tensor], roles: Roles) -> None:
 
     Args:
         state: Whole tensors by our own names: role, then ``backbone`` or ``value_head``, then transformers'.
-        roles: What takes them.
+        roles: Models that take the weights, by their attribute.
     """
     for role, model in roles.items():
         own = {n.removeprefix(f"{role}."): w for n, w in state.items() if n.startswith(f"{role}.")}
@@ -147,7 +147,7 @@ def load_adapter_folder(model: MegatronScorer, lora: LoraConfig) -> None:
 
 
 def state_dict_name(name: str) -> str:
-    """Our name of a weight in a PEFT adapter file."""
+    """Return our name of a weight in a PEFT adapter file."""
     return "backbone." + re.sub(r"\.(lora_[AB])\.", r".\1.default.", name)
 
 
@@ -156,8 +156,8 @@ def load_adapters(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:
     """Take this rank's part of each adapter. Collective.
 
     Args:
-        model: With adapters.
-        weights: Whole ones by our own names.
+        model: Model with adapters.
+        weights: Whole adapter weights by our own names.
     """
     held = held_names(model)
     for piece, sharded in zip(model.pieces, model_state("model", model).values(), strict=True):
@@ -168,7 +168,7 @@ def load_adapters(model: MegatronScorer, weights: Mapping[str, Tensor]) -> None:
 
 
 def _part_of(whole: Tensor, part: Any) -> Tensor:
-    """What a rank holds of a tensor of one layer."""
+    """Return the part of a whole tensor of one layer that a rank holds."""
     for axis, (start, size) in enumerate(
         zip(part.global_offset[part.prepend_axis_num :], part.local_shape, strict=True)
     ):
@@ -192,9 +192,9 @@ class _State(dict[str, Tensor]):
 
     @property
     def source(self) -> _State:
-        """Where they come from."""
+        """Source that the bridge asks for the weights and their names: this mapping itself."""
         return self
 
     def get_all_keys(self) -> list[str]:
-        """Their names."""
+        """Return the names of the weights."""
         return list(self)

@@ -1,4 +1,4 @@
-"""What a user says about Megatron's layout, its data parallelism and its transformer."""
+"""Options of Megatron's layout, its data parallelism and its transformer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How many ranks share what; the ranks that are left over see different data."""
+    """Sizes of Megatron's parallel groups; the ranks that are left over see different data."""
 
     tensor: int = 1
     """Ranks that share each layer."""
@@ -64,7 +64,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """How gradients and weights travel between data-parallel ranks."""
+    """Options for the travel of gradients and weights between data-parallel ranks."""
 
     overlap_grad_reduce: bool = False
     """Reduce gradients while the last micro-batch's backward pass goes on."""
@@ -95,7 +95,7 @@ class DataParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerOptions:
-    """How layers are computed; what a model is, its own config says."""
+    """Options for the computation of layers; the shape of a model comes from its own config."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to compute again in the backward pass: core attention alone, or whole layers. Not
@@ -108,7 +108,7 @@ class TransformerOptions:
     """Attention of TransformerEngine; ``local`` is Megatron's own, with ``use_transformer_engine: false``."""
 
     use_transformer_engine: bool | None = None
-    """Whether layers are TransformerEngine's; null uses it where it is installed."""
+    """True for TransformerEngine's layers, false for Megatron's own; null uses the former where they are installed."""
 
     overrides: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's `TransformerConfig`, by name, for every model."""

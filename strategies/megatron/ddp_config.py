@@ -31,7 +31,7 @@ def make_ddp_config(options: DataParallelConfig, *, use_distributed_optimizer: b
     """Megatron's config: our settings, then the user's overrides.
 
     Args:
-        options: The user's.
+        options: Options of the user.
         use_distributed_optimizer: True reduce-scatters gradients and shards the optimizer, False all-reduces.
 
     Raises:

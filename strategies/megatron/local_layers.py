@@ -15,7 +15,7 @@ def sequence_parallel_block(config: Any, vp_stage: int | None = None) -> Transfo
 
     Args:
         config: The provider.
-        vp_stage: Which piece of the stage's, with a virtual pipeline.
+        vp_stage: Index of the piece among the stage's, with a virtual pipeline.
     """
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -36,8 +36,8 @@ def shared_norm(*, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -
     """A norm whose weights' gradients Megatron sums over tensor-parallel ranks: each sees a part of the columns.
 
     Args:
-        config: Says which norm.
-        hidden_size: Of its input's last dimension.
+        config: Megatron's config, which says the kind of norm.
+        hidden_size: Size of the last dimension of the norm's input.
         eps: Added to the variance.
     """
     kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm

@@ -31,7 +31,7 @@ def add_megatron_adapters(chunks: list[nn.Module], lora: LoraConfig, backbone: P
 
     Args:
         chunks: Pieces of one model, not wrapped yet.
-        lora: Which adapters.
+        lora: Options of the adapters.
         backbone: The model of transformers, with PEFT's adapters; needs no memory.
 
     Raises:

@@ -43,9 +43,9 @@ class MBridge:
     """mbridge's map for one model, and the shape that it gives it.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
-        settings: The strategy's.
+        config: Options of the model and of its training.
+        head: What the model scores.
+        settings: Settings of the strategy.
 
     Raises:
         MisconfigurationException: If mbridge is missing or of another version.
@@ -136,7 +136,7 @@ class MBridge:
 
 
 def _fused_layers(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """TransformerEngine's."""
+    """Return the specification of TransformerEngine's layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -146,8 +146,8 @@ class _Shown:
     """A piece of a model as mbridge looks at it.
 
     Args:
-        piece: Megatron's.
-        named: Its weights by mbridge's names.
+        piece: Piece of Megatron's model.
+        named: Weights of the piece by mbridge's names.
     """
 
     def __init__(self, piece: Any, named: dict[str, nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a Megatron model takes on one device, estimated before it is built."""
+"""Memory that a Megatron model takes on one device, estimated before it is built."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def megatron_memory(
     optimizer_shards: int,
     is_bf16: bool,
 ) -> ModelMemory:
-    """Weights are counted as if layers, stages and experts had equal shares; kernels as fused.
+    """Estimate a model's memory on one device, as if layers, stages and experts had equal shares and fused kernels.
 
     In bfloat16 the optimizer holds weights of its own in float32. A stage keeps activations of as many micro-batches as
     there are stages, of its own layers alone: as much as one whole pass.
 
     Args:
-        size: Of the whole model.
-        tokens: Of a micro-batch of one copy of the model, None where not known.
-        sizes: Of Megatron's groups.
-        transformer: How layers are computed.
-        ddp: How gradients travel.
+        size: Size of the whole model.
+        tokens: Tokens of a micro-batch of one copy of the model, None where not known.
+        sizes: Sizes of Megatron's groups.
+        transformer: Options for the computation of layers.
+        ddp: Options for the travel of gradients.
         optimizer_shards: Data-parallel ranks that share the optimizer's state; 1 if each holds all of it.
         is_bf16: Whether layers compute in bfloat16.
     """

@@ -39,13 +39,13 @@ def build_model(
     """This rank's pieces of a model, with the weights of its folder. Collective.
 
     Args:
-        config: Which model, and how it is trained.
-        head: What it scores.
+        config: Options of the model and of its training.
+        head: What the model scores.
         trainable: False freezes every weight, and wraps nothing.
-        settings: The strategy's.
-        ddp_options: The user's, for models in training.
-        use_distributed_optimizer: Of models in training.
-        bridge: What maps weights.
+        settings: Settings of the strategy.
+        ddp_options: Options of the user for models in training.
+        use_distributed_optimizer: Whether ranks share the optimizer's state of models in training.
+        bridge: Package that maps weights.
     """
     ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
     mapping = make_bridge(config.path)
@@ -95,9 +95,9 @@ def add_value_head(piece: nn.Module, provider: Any, config: ModelConfig, head: H
     """Put a value head on the last stage's piece: zeros, or what the model's folder holds.
 
     Args:
-        piece: This stage's last.
-        provider: Of the model.
-        config: Which model.
+        piece: Last piece of this stage.
+        provider: Provider of the model.
+        config: Options of the model.
         head: ``value`` takes the place of the output layer.
         trainable: False freezes it.
     """
@@ -129,12 +129,12 @@ def spare_padding_token(piece: Any, token: int) -> None:
 
 
 def wrap(chunks: list[nn.Module], provider: Any, ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
-    """Megatron's data parallelism around each piece; the schedule calls what sums gradients over ranks.
+    """Wrap each piece in Megatron's data parallelism; the schedule calls what sums gradients over ranks.
 
     Args:
         chunks: Pieces of one model.
-        provider: Its config, which the schedule reads.
-        ddp_config: From `make_ddp_config`.
+        provider: Config of the model, which the schedule reads.
+        ddp_config: Megatron's config, from `make_ddp_config`.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -159,7 +159,7 @@ def finalize_gradients(model: list[nn.Module], _: Tensor | None = None, **option
 
 
 def make_slicing(settings: ModelSettings) -> Slicing:
-    """What this rank holds of each sequence."""
+    """Return the part of each sequence that this rank holds."""
     from megatron.core import parallel_state
 
     context = settings.sizes.context
@@ -172,7 +172,7 @@ def make_slicing(settings: ModelSettings) -> Slicing:
 
 
 def decide_packing(config: ModelConfig, *, uses_transformer_engine: bool) -> bool:
-    """Whether sequences lie in one row, which only TransformerEngine's attention can tell apart.
+    """Decide whether sequences lie in one row, which only TransformerEngine's attention can tell apart.
 
     Raises:
         MisconfigurationException: If ``packing: always`` is asked of Megatron's own attention.
@@ -185,7 +185,7 @@ def decide_packing(config: ModelConfig, *, uses_transformer_engine: bool) -> boo
 
 
 def _finished(chunk: nn.Module, provider: Any, settings: ModelSettings) -> nn.Module:
-    """On its device, in its type, and with the marks by which Megatron tells shared from spread weights."""
+    """Put a piece on its device, in its type, with the marks by which Megatron tells shared from spread weights."""
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import Float16Module
 

@@ -1,4 +1,4 @@
-"""Which of our own names each of Megatron's weights holds, and how it is cut into them."""
+"""Maps each of Megatron's weights to our own names for its parts, and cuts it into these."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 Cut = Literal["whole", "qkv", "gate_up", "unknown"]
 
 LORA_MATRICES = {"linear_in": "lora_A", "linear_out": "lora_B"}
-"""PEFT's names of Megatron-Bridge's."""
+"""PEFT's names of the two LoRA matrices, by Megatron-Bridge's."""
 
 FUSED_PARTS = {"adapter_q": 0, "adapter_k": 1, "adapter_v": 2, "adapter_gate": 0, "adapter_up": 1}
-"""Which part of a fused layer an adapter stands beside."""
+"""Index of the part of a fused layer that an adapter stands beside, by the adapter's name."""
 
 
 class Held(NamedTuple):
-    """What one of Megatron's weights holds."""
+    """Contents of one of Megatron's weights."""
 
     cut: Cut
-    """How it is cut."""
+    """Way in which the weight is cut into parts."""
 
     names: tuple[str, ...]
     """Our names of the parts, in the order of the cut, of experts one by one."""
 
 
 def held_names(model: MegatronScorer) -> dict[int, Held]:
-    """What this rank's weights hold, by their identity; those that have no name of their own are left out. Collective.
+    """Return what this rank's weights hold, by their `id`; those without a name of their own are left out. Collective.
 
     Args:
-        model: Any.
+        model: Model with any head, trained or frozen.
     """
     prefix = "" if model.head != "value" else f"{model.backbone.base_model_prefix}."
     held: dict[int, Held] = {}
@@ -65,7 +65,7 @@ def _cut_of(mapping: Any, config: Any) -> tuple[Cut, list[str]]:
 
 
 def _of_adapters(wrapper: Any, base: Held) -> dict[int, Held]:
-    """Of the adapters beside one layer, under the names that transformers gives PEFT's."""
+    """Return what the adapters beside one layer hold, under the names that transformers gives PEFT's."""
     parts = wrapper.adapter.items() if isinstance(wrapper.adapter, nn.ModuleDict) else [(None, wrapper.adapter)]
     held = {}
     for part, adapter in parts:
@@ -76,7 +76,7 @@ def _of_adapters(wrapper: Any, base: Held) -> dict[int, Held]:
 
 
 def cut_weight(weight: Tensor, cut: Cut, *, heads: int, groups: int) -> Sequence[Tensor]:
-    """The parts of a whole weight or bias, or of an optimizer's moment of it.
+    """Cut a whole weight or bias, or an optimizer's moment of it, into its parts.
 
     Megatron keeps, for each group of query heads that share a key, their queries, the key and the value, in this
     order::
@@ -84,10 +84,10 @@ def cut_weight(weight: Tensor, cut: Cut, *, heads: int, groups: int) -> Sequence
         weight = [q_1 ... q_n k v] of the first group, [q_1 ... q_n k v] of the second, ...
 
     Args:
-        weight: Of all ranks, in Megatron's order.
-        cut: What it is cut into.
-        heads: Query heads.
-        groups: Of query heads.
+        weight: Whole weight of all ranks, in Megatron's order.
+        cut: Way in which it is cut.
+        heads: Number of query heads.
+        groups: Number of groups of query heads.
 
     Raises:
         ValueError: If the cut is not known.

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
-    """What Lightning and learning-rate schedules see; Megatron's optimizer is underneath and shares its groups.
+    """Optimizer that Lightning and learning-rate schedules see; Megatron's is underneath and shares its groups.
 
     Args:
-        inner: Megatron's.
+        inner: Megatron's optimizer.
         chunks: The wrapped pieces of the model, which hold the gradients.
     """
 
@@ -39,7 +39,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         Args:
             max_norm: Largest global norm after scaling; 0 does not clip.
-            scale: What gradients are multiplied by.
+            scale: Factor on the gradients.
 
         Returns:
             The norm after scaling and before clipping, over all ranks.
@@ -71,7 +71,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def allocate_state(self) -> None:
-        """Make Adam's state where no step has made it, as what a checkpoint is read into."""
+        """Make Adam's state where no step has made it, so that a checkpoint can be read into it."""
         for part in self.inner.chained_optimizers:
             compat.allocate_optimizer_state(part)
 
@@ -114,7 +114,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
 
 def _has_order_of(part: Any, state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's copy of the weights is that of the weights that were loaded before it."""
+    """Tell whether the optimizer's copy of the weights in a checkpoint equals the weights that were loaded before."""
     weights = [weight for buffer in part.buffers for weight in buffer.param_index_map] if "param_state" in state else []
     own = [state["param_state"][index]["param"] for index in range(len(weights))]
     return all(torch.equal(copy.to(weight), weight) for copy, weight in zip(own, weights, strict=True))
@@ -127,8 +127,8 @@ def make_megatron_optimizer(
 
     Args:
         chunks: The model's pieces, wrapped in Megatron's DDP.
-        config: The user's.
-        use_distributed_optimizer: As in the pieces' own config.
+        config: Options of the user.
+        use_distributed_optimizer: Whether ranks share the optimizer's state, as in the pieces' own config.
         is_bf16: Keep the optimizer's weights in float32 beside bfloat16 ones.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -1,4 +1,4 @@
-"""Megatron's checkpoint folders as checkpoints of an unsharded run: what they say of themselves, read without Megatron.
+"""Reads Megatron's checkpoint folders as checkpoints of an unsharded run, without Megatron.
 
 A folder keeps Megatron's names and fused layers, whole, whatever ranks have written it. Beside them lies a map from
 them to our own names, which is all that is needed to take them apart on any machine.
@@ -31,7 +31,7 @@ SETTINGS_FILE = "megatron_meta.pt"
 """Everything but tensors of models and optimizers."""
 
 MAP_KEY = "megatron_map"
-"""Where a folder's settings tell what its tensors hold."""
+"""Key under which a folder's settings tell what its tensors hold."""
 
 MASTER_WEIGHTS = ("param", "fp32_param")
 """Names of the optimizer's own weights, which are in float32 where the model's are in bfloat16."""
@@ -42,12 +42,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def describe(
     roles: Mapping[str, MegatronScorer], states: Mapping[str, Any], optimizers: list[MegatronOptimizer]
 ) -> dict[str, Any]:
-    """What the tensors of a checkpoint hold, in plain types. Collective.
+    """Describe what the tensors of a checkpoint hold, in plain types. Collective.
 
     Args:
         roles: Models that are saved.
-        states: Their sharded tensors, from `model_state`.
-        optimizers: Of the roles, in their order; none if they are left out.
+        states: Sharded tensors of the models, from `model_state`.
+        optimizers: Optimizers of the roles, in their order; empty if they are left out.
     """
     models = {role: _describe_model(role, model, states[role]) for role, model in roles.items()}
     return {"models": models, "optimizers": [optimizer.describe() for optimizer in optimizers]}
@@ -94,13 +94,13 @@ def _gather_parts(role: str, model: MegatronScorer, state: Mapping[str, Any]) ->
 
 
 def read_portable(path: Path, *, weights_only: bool | None, with_optimizers: bool = True) -> dict[str, Any]:
-    """A Megatron run's checkpoint as that of an unsharded run. Needs neither Megatron nor an accelerator.
+    """Read a Megatron run's checkpoint as that of an unsharded run. Needs neither Megatron nor an accelerator.
 
     Weights are those of the optimizer, in float32, where it is saved.
 
     Args:
         path: The folder.
-        weights_only: As of `torch.load`.
+        weights_only: Option of `torch.load`.
         with_optimizers: Whether to read AdamW's moments.
 
     Raises:
@@ -123,7 +123,7 @@ def read_portable(path: Path, *, weights_only: bool | None, with_optimizers: boo
 
 
 def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What a folder holds beside tensors, and the map of these.
+    """Read what a folder holds beside tensors, with the map that tells what these hold.
 
     Raises:
         DamagedFileError: If the file is not as it was written.
@@ -139,12 +139,12 @@ def read_settings(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def assemble(model: Mapping[str, Any], read: Callable[[str], Tensor], path: Path) -> dict[str, Tensor]:
-    """Whole tensors under our names, from those under Megatron's.
+    """Assemble whole tensors under our names from those under Megatron's.
 
     Args:
-        model: From `describe`.
-        read: Gives a tensor of all layers by its key.
-        path: For messages.
+        model: Description of a model, from `describe`.
+        read: Function from a key to its tensor of all layers.
+        path: Path of the folder, for messages.
 
     Raises:
         ValueError: If one can't be taken apart, or is missing.
@@ -187,7 +187,7 @@ class _Folder:
         self.stored: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
 
     def weight(self, role: str, key: str) -> Tensor:
-        """A weight, from the optimizer if it has it in higher precision."""
+        """Return a weight, from the optimizer if it has it in higher precision."""
         stored, master = self.read(key), self._master(role, key)
         return master if master is not None and torch.equal(master.to(stored.dtype), stored) else stored
 
@@ -205,17 +205,17 @@ class _Folder:
             )
 
     def _master(self, role: str, key: str) -> Tensor | None:
-        """The optimizer's own weight."""
+        """Return the optimizer's own copy of a weight; None if none is stored."""
         own = [slot_key(role, name, key) for name in MASTER_WEIGHTS]
         found = next((name for name in own if name in self.stored), None)
         return None if found is None else self.read(found)
 
     def moment(self, role: str, slot: str, key: str) -> Tensor:
-        """One of AdamW's moments of a weight."""
+        """Return one of AdamW's moments of a weight."""
         return self.read(slot_key(role, slot, key))
 
     def read(self, key: str) -> Tensor:
-        """One tensor, as its ranks have saved it together."""
+        """Read one tensor, whole, of which ranks have saved parts."""
         described = self.stored[key]
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
         with failures_told():
@@ -224,12 +224,12 @@ class _Folder:
 
 
 def slot_key(role: str, slot: str, key: str) -> str:
-    """Where an optimizer's tensor for a weight lies."""
+    """Return the key in a folder of an optimizer's tensor for a weight."""
     return f"{role}.optimizer.state.{slot}.{key}"
 
 
 def _optimizer_state(folder: _Folder, role: str, model: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """AdamW's state by the position of each weight, as torch's own has it."""
+    """Return AdamW's state by the position of each weight, as torch's own has it."""
     described = dict(group)
     for key in {part["key"] for part in model["parts"]}:
         folder.check_order(role, key)

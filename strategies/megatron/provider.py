@@ -48,26 +48,26 @@ FIXED_FIELDS = {"calculate_per_token_loss": "gradients are summed, since losses 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What a strategy asks of every model that it builds."""
+    """Settings of a strategy that hold for every model that it builds."""
 
     sizes: ParallelSizes
-    """Of Megatron's groups."""
+    """Sizes of Megatron's groups."""
 
     sequence_parallel: bool
-    """Whether tensor-parallel ranks share what lies between their layers."""
+    """True if tensor-parallel ranks split what lies between their layers along the sequence."""
 
     transformer: TransformerOptions
-    """The user's."""
+    """Options of the user for the computation of layers."""
 
     is_bf16: bool
-    """Compute in bfloat16, with weights of the optimizer's in float32."""
+    """True to compute in bfloat16, with weights of the optimizer's in float32."""
 
     device: torch.device
-    """This rank's."""
+    """Device of this rank."""
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are TransformerEngine's.
+        """True if layers are TransformerEngine's.
 
         Raises:
             MisconfigurationException: If it is asked for but missing, or needed but left out, or has not the attention
@@ -95,7 +95,7 @@ class ModelSettings:
 
 
 def make_bridge(path: str) -> AutoBridge:
-    """Megatron-Bridge's map for a model; reads no weights yet.
+    """Return Megatron-Bridge's map for a model; reads no weights yet.
 
     Raises:
         ValueError: If there is no model at the path, or the bridge has no map for it.
@@ -118,10 +118,10 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     """The model's shape from its Hugging Face config, with our layout and the user's options.
 
     Args:
-        bridge: Of the model.
-        config: Which model, and how it is trained.
-        head: What it scores.
-        settings: The strategy's.
+        bridge: Bridge of the model.
+        config: Options of the model and of its training.
+        head: What the model scores.
+        settings: Settings of the strategy.
 
     Raises:
         ValueError: If an override is unknown or belongs to an option of its own.
@@ -141,9 +141,9 @@ def provider_fields(config: ModelConfig, settings: ModelSettings, transformer: T
     """Fields of Megatron's config, and of Megatron-Bridge's around it, that we set whatever the model is.
 
     Args:
-        config: How the model is trained.
-        settings: The strategy's.
-        transformer: The whole model's shape.
+        config: Options of the model and of its training.
+        settings: Settings of the strategy.
+        transformer: Shape of the whole model.
     """
     with_kernels = settings.uses_transformer_engine
     return {
@@ -159,8 +159,8 @@ def build_chunks(bridge: AutoBridge, provider: GPTModelProvider, *, load: bool =
     """This rank's pieces of the model, with the folder's weights. Collective.
 
     Args:
-        bridge: Of the model.
-        provider: From `make_provider`.
+        bridge: Bridge of the model.
+        provider: Provider of the model, from `make_provider`.
         load: Whether to read the folder's weights.
     """
     chunks = build_pieces(provider.provide, provider.virtual_pipeline_model_parallel_size or 1)
@@ -174,7 +174,7 @@ def build_pieces(provide: Callable[..., nn.Module], count: int) -> list[nn.Modul
     """This rank's pieces of the stack of layers.
 
     Args:
-        provide: Makes one; told whether it is the first or the last of the model.
+        provide: Function that makes a piece; told whether it is the first or the last of the model.
         count: Pieces on each stage.
     """
     from megatron.core import parallel_state
@@ -231,9 +231,9 @@ def recompute_fields(config: ModelConfig, settings: ModelSettings, num_layers: i
     """Megatron's fields for what is computed again; for every k-th layer, as many at the start of each piece.
 
     Args:
-        config: Of the model.
-        settings: The strategy's.
-        num_layers: Of the whole model.
+        config: Options of the model.
+        settings: Settings of the strategy.
+        num_layers: Layers of the whole model.
 
     Raises:
         ValueError: If the model and the strategy both say what to compute again.
@@ -289,7 +289,7 @@ def checked_overrides(provider: TransformerConfig, options: TransformerOptions) 
 
     Args:
         provider: The config, which must have them.
-        options: The user's.
+        options: Options of the user.
 
     Raises:
         ValueError: If an override is unknown or belongs to an option of its own.

@@ -19,7 +19,7 @@ from verl_lightning.strategies.megatron.config import ParallelSizes
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported."""
+    """Tell whether TransformerEngine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -43,8 +43,8 @@ def start_model_parallel(sizes: ParallelSizes, *, seed: int, timeout: timedelta)
     """Make Megatron's process groups and seed its generators. Collective.
 
     Args:
-        sizes: Of the groups.
-        seed: Of dropout; each rank of a model derives its own.
+        sizes: Sizes of the groups.
+        seed: Seed of dropout; each rank of a model derives its own.
         timeout: Longest wait in a collective operation.
 
     Raises:

@@ -18,7 +18,7 @@ def load_parts(states: Any, reader: CheckedReader) -> dict[str, Any]:
 
     Args:
         states: Megatron's sharded tensors, which say what is wanted.
-        reader: Of the folder.
+        reader: Reader of the folder.
 
     Raises:
         DamagedFileError: On every rank, if a file that any of them reads is not as it was written.

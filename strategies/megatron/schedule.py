@@ -33,9 +33,9 @@ def run_schedule(
     Losses are neither divided nor averaged.
 
     Args:
-        model: With its pieces.
-        micro_batches: In order; every rank of the model has the same.
-        finish: Called on the last stage alone.
+        model: Model with its pieces.
+        micro_batches: Micro-batches in order; every rank of the model has the same.
+        finish: Function from scores and a micro-batch to its loss and result; called on the last stage alone.
         with_entropy: Score the entropy too.
         forward_only: Leave gradients out.
 
@@ -70,7 +70,7 @@ def run_schedule(
 
 
 def _finish(output: Tensor, *, finish: Finish, names: tuple[str, ...], batch: TokenBatch) -> tuple[Tensor, Tensor, Any]:
-    """As Megatron wants it where it divides nothing: the loss, a count of tokens, the result."""
+    """Return the loss, a count of tokens and the result, as Megatron wants them where it divides nothing."""
     loss, result = finish(Scores(**dict(zip(names, output, strict=True))), batch)
     # A copy: the schedule may change the loss in place, and metrics may share its memory.
     return loss.clone(), torch.zeros((), dtype=torch.int, device=output.device), result
@@ -79,13 +79,13 @@ def _finish(output: Tensor, *, finish: Finish, names: tuple[str, ...], batch: To
 def scores_on_all_stages(
     parts: Sequence[Tensor], micro_batches: Sequence[TokenBatch], names: tuple[str, ...], device: torch.device
 ) -> list[Scores]:
-    """The last stage's scores on every stage. Collective over the pipeline.
+    """Send the last stage's scores to every stage. Collective over the pipeline.
 
     Args:
-        parts: On the last stage, each micro-batch's scores stacked by kind.
-        micro_batches: Say the shapes.
-        names: Of the kinds.
-        device: Of the scores.
+        parts: Scores of each micro-batch, stacked by kind, on the last stage.
+        micro_batches: Micro-batches that were scored, which say the shapes.
+        names: Names of the kinds.
+        device: Device of the scores.
     """
     shapes = [(len(names), *batch.response_mask.shape) for batch in micro_batches]
     if stages() > 1:

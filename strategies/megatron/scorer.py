@@ -38,9 +38,9 @@ class MegatronScorer(TokenScorer):
     Args:
         chunks: Megatron's models, wrapped for training or not; one, or several with a virtual pipeline.
         skeleton: The same model as transformers builds it, on the meta device: names, shapes and configs.
-        bridge: Between the two.
-        mbridge: What has built the model instead, and exports its weights; None where ``bridge`` did.
-        slicing: What this rank holds of each sequence.
+        bridge: Megatron-Bridge's map between the two.
+        mbridge: Map of mbridge that built the model and exports its weights; None where ``bridge`` did.
+        slicing: Part of each sequence that this rank holds.
         packs: Whether sequences lie in one row.
     """
 
@@ -156,16 +156,16 @@ class ScoreTokens:
     """Turns the last stage's hidden states into scores; Megatron calls it in place of its output layer."""
 
     model: MegatronScorer
-    """Whose hidden states they are."""
+    """Model whose hidden states are scored."""
 
     tokens: ModelTokens
-    """Which tokens are scored."""
+    """Tokens of the batch, with those that are scored."""
 
     temperature: float
-    """Of their distributions."""
+    """Softmax temperature of the tokens' distributions, dimensionless."""
 
     with_entropy: bool
-    """Whether to score the entropy too."""
+    """True to score the entropy too."""
 
     def __call__(
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any, **_: Any
@@ -235,7 +235,7 @@ def _whole_sequence(hidden: Tensor, config: Any, *, is_split_later: bool) -> Ten
     """Hidden states of all of this rank's columns, whose gradient reaches the layers below right.
 
     Args:
-        hidden: Of the last layer; with sequence parallelism, a part of the columns.
+        hidden: Hidden states of the last layer; with sequence parallelism, of a part of the columns.
         config: Megatron's.
         is_split_later: Whether each tensor-parallel rank goes on with its own part of the vocabulary, so that their
             gradients are parts of a sum; else all of them have the same gradient.

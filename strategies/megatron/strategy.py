@@ -69,9 +69,9 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
         sequence_parallel: Whether tensor-parallel processes share what lies between their layers too.
         use_distributed_optimizer: True reduce-scatters gradients and shards the optimizer's state over data-parallel
             processes; False all-reduces gradients, and each process holds all of that state.
-        ddp: How gradients and weights travel between data-parallel processes.
-        transformer: How layers are computed.
-        bridge: What maps weights between Hugging Face and Megatron.
+        ddp: Options for the travel of gradients and weights between data-parallel processes.
+        transformer: Options for the computation of layers.
+        bridge: Package that maps weights between Hugging Face and Megatron.
         micro_batch_size: Sequences in a forward pass under automatic optimization (SFT); null takes the whole batch.
         timeout: Longest wait for the other processes in a collective operation, in seconds.
         process_group_backend: `nccl`, `gloo` or another one of torch; null takes the device's own.
@@ -297,7 +297,7 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """What Lightning enters for each batch but the last of an accumulation."""
+        """Enter `no_gradient_sync` of all trained models, for each batch but the last of Lightning's accumulation."""
         with gradients_unsynced(self, self._trained):
             yield
 
@@ -382,7 +382,7 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
         return self.precision_plugin.precision == "bf16-mixed" or config.dtype == "bfloat16"
 
     def _even(self, micro_batches: Sequence[BatchT]) -> Sequence[BatchT]:
-        """With blank micro-batches at the end, where all ranks must have as many or a schedule wants a multiple."""
+        """Add blank micro-batches at the end, where all ranks must have as many or a schedule wants a multiple."""
         count = len(micro_batches)
         if self.sizes.expert > 1:  # ranks with other data hold experts that ours need
             count = self.largest_over_ranks(count)

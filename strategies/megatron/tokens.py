@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Which part of each sequence a rank holds, and what sequences are padded to."""
+    """Part of each sequence that a rank holds, and the multiple to which sequences are padded."""
 
     multiple: int = 1
-    """Every padded length is a multiple of it."""
+    """Tokens of which every padded length is a multiple."""
 
     context_size: int = 1
     """Ranks that share each sequence."""
 
     context_rank: int = 0
-    """Which of them this one is."""
+    """Index of this rank among those that share each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class ModelTokens:
     """Tokens; 0 on padding, which nothing real can see."""
 
     position_ids: Int[Tensor, "rows columns"]
-    """From 0 in each sequence."""
+    """Positions, from 0 in each sequence."""
 
     packed: PackedSeqParams | None
-    """Where sequences begin, if they lie in one row."""
+    """Boundaries of the sequences if they lie in one row, else None."""
 
     source: tuple[Int[Tensor, " scored"], Int[Tensor, " scored"]]
     """Row and column whose hidden state predicts each scored token of this rank."""
@@ -50,20 +50,20 @@ class ModelTokens:
     """The scored tokens."""
 
     target: tuple[Int[Tensor, " scored"], Int[Tensor, " scored"]]
-    """Their rows and response columns in the batch."""
+    """Rows and response columns of the scored tokens in the batch."""
 
     shape: tuple[int, int]
     """Rows and response columns of the batch."""
 
 
 def model_tokens(batch: TokenBatch, *, slicing: Slicing, packs: bool) -> ModelTokens:
-    """The batch in a model's shapes; tokens with ``response_mask`` are scored.
+    """Put a batch into a model's shapes; tokens with ``response_mask`` are scored.
 
     Real tokens stand first in each row: a causal mask then hides all padding, and rotary positions count from 0.
 
     Args:
-        batch: With any padding.
-        slicing: This rank's part.
+        batch: Batch with any padding.
+        slicing: Part of each sequence that this rank holds.
         packs: Put sequences in one row.
     """
     flat = pack(batch)
@@ -120,8 +120,8 @@ def context_slice(lengths: list[int], slicing: Slicing) -> Int[Tensor, " kept"]:
     A causal mask makes late pieces dear; rank ``i`` of ``n`` gets the pieces ``i`` and ``2 n - 1 - i``.
 
     Args:
-        lengths: Of sequences laid end to end, each a multiple of ``2 n``.
-        slicing: This rank's part.
+        lengths: Tokens of sequences laid end to end, each a multiple of ``2 n``.
+        slicing: Part of each sequence that this rank holds.
     """
     parts, start = [], 0
     for length in lengths:

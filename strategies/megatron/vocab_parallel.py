@@ -78,10 +78,10 @@ def vocab_parallel_log_probs(
     The same numbers on every rank of the group. Collective in the forward pass.
 
     Args:
-        logits: This rank's columns.
+        logits: Logits of this rank's part of the vocabulary.
         labels: Token ids, the same on every rank of the group.
         temperature: Softmax temperature, dimensionless, above 0.
-        part: Which columns they are.
+        part: Part of the vocabulary that this rank has.
 
     Returns:
         In nats, float32. The squares carry no gradient.
@@ -93,7 +93,7 @@ def vocab_parallel_log_probs(
 
 
 def _scaled(logits: Tensor, temperature: float, part: VocabPart) -> Tensor:
-    """In float32, at the temperature, without padding."""
+    """Return logits in float32, divided by the temperature, with padding at ``-inf``."""
     scaled = logits.float() / temperature
     return (
         scaled

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Each weight's name and whole value, one at a time; tied weights come once, a value head not at all. Collective.
+    """Yield each weight's name and whole value, one at a time; tied weights once, a value head not at all. Collective.
 
     Args:
-        model: Any; on its stages, trained or frozen.
+        model: Any model, on its stages, trained or frozen.
         merges_adapters: Add LoRA's products to the weights beside them.
     """
     gather_weights(model)
@@ -60,7 +60,7 @@ class Experts:
     """Joins the experts of a layer, each of which the bridge exports alone, as transformers holds them.
 
     Args:
-        whole: What they are joined to, by name; of the right shapes, without memory.
+        whole: Weights that experts are joined to, by name; of the right shapes, without memory.
     """
 
     def __init__(self, whole: Mapping[str, Tensor]) -> None:
@@ -87,14 +87,14 @@ class Experts:
 
 
 def exported_adapter(model: MegatronScorer) -> dict[str, Tensor]:
-    """What LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
+    """Return the weights that LoRA trains, whole, under the names of a PEFT adapter file. Collective."""
     gather_weights(model)
     weights: Any = model.bridge.export_adapter_weights(model.pieces, cpu=False, show_progress=False)
     return {PEFT_PREFIX + name.removeprefix(_prefix(model)): weight.detach().clone() for name, weight in weights}
 
 
 def _merged(name: str, weight: Tensor, adapter: dict[str, Tensor], model: MegatronScorer) -> Tensor:
-    """``W + B A * alpha / rank`` where there is an adapter."""
+    """Return a weight with its adapter merged in: ``W + B A * alpha / rank`` where there is one."""
     path = PEFT_PREFIX + name.removesuffix(".weight")
     down, up = adapter.get(f"{path}.lora_A.weight"), adapter.get(f"{path}.lora_B.weight")
     if down is None or up is None:
@@ -104,12 +104,12 @@ def _merged(name: str, weight: Tensor, adapter: dict[str, Tensor], model: Megatr
 
 
 def _prefix(model: MegatronScorer) -> str:
-    """What the bridge puts before names of a trunk, which transformers doesn't."""
+    """Return the prefix that the bridge puts before names of a trunk and transformers doesn't."""
     return "" if model.head != "value" else f"{model.backbone.base_model_prefix}."
 
 
 def _tasks(model: MegatronScorer, pieces: list[Any]) -> list[Any]:
-    """The bridge's conversions, without the heads that it does not know."""
+    """Return the bridge's conversions, without the heads that it does not know."""
     heads = ("output_layer", "value_head") if model.head == "value" else ("value_head",)
     tasks = model.bridge.get_conversion_tasks(pieces)
     return [task for task in tasks if task is not None and not any(head in task.global_param_name for head in heads)]

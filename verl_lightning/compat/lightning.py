@@ -92,7 +92,7 @@ def is_within_step(trainer: Trainer) -> bool:
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the batch in training, or the newest one, was not followed by a step of the optimizer."""
+    """Tell whether the batch in training, or the newest one, was not followed by a step of the optimizer."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -122,8 +122,8 @@ def update_logged(module: LightningModule, name: str, value: Tensor) -> bool:
     Lightning resets what it knows, nor for what it sums up over an epoch.
 
     Args:
-        module: Whose hook is running.
-        name: The metric's.
+        module: Module whose hook is running.
+        name: Name of the metric.
         value: A floating point number.
     """
     results = module.trainer._results
@@ -201,7 +201,7 @@ def saves_by_time(callback: ModelCheckpoint) -> bool:
 
 
 def has_saved_last(callback: ModelCheckpoint, step: int, path: str) -> bool:
-    """Whether a callback has written its `last` checkpoint to a path after a step."""
+    """Tell whether a callback has written its `last` checkpoint to a path after a step."""
     return callback._last_global_step_saved == step and callback.last_model_path == path
 
 
@@ -252,7 +252,7 @@ class FolderCheckpoint(ModelCheckpoint):
 
 
 def start_method(strategy: ParallelStrategy) -> str:
-    """How a strategy starts processes: ``popen`` runs the script anew, ``fork`` and ``spawn`` run a function."""
+    """Get how a strategy starts processes: ``popen`` runs the script anew, ``fork`` and ``spawn`` run a function."""
     return str(strategy._start_method) if isinstance(strategy, DDPStrategy) else "popen"
 
 

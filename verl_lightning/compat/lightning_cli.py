@@ -12,7 +12,7 @@ class OpenCLI(LightningCLI):
     """A `LightningCLI` that can be kept from running, and takes no settings from checkpoints."""
 
     runs = True
-    """Whether the subcommand is run; to be set before the constructor is called."""
+    """True if the subcommand is run; to be set before the constructor is called."""
 
     def setting(self, key: str) -> Any:
         """A setting of the subcommand, as it was read."""

@@ -93,7 +93,7 @@ def load_weights(bridge: Any, source: Any, pieces: list[nn.Module]) -> None:
     """Have Megatron-Bridge take weights from memory, where its `load_hf_weights` takes them from a folder. Collective.
 
     Args:
-        bridge: Of the model.
+        bridge: Bridge of the model.
         source: The weights, as the bridge looks them up.
         pieces: This rank's pieces of the model.
     """
@@ -124,7 +124,7 @@ def adapter_as_one(name: str, part: Any) -> Any:
     `test_adapters_go_on_with_other_tensor_parallel_ranks` fails where that is not mended.
 
     Args:
-        name: Of the weight.
+        name: Name of the weight.
         part: Megatron's description of how the weight is stored.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -182,7 +182,7 @@ def load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
 
     Args:
         part: One of Megatron's optimizers.
-        state: What a checkpoint holds for it.
+        state: State that a checkpoint holds for the optimizer.
     """
     tensors = state.pop("param_state", None)
     forget_rates(state.get("optimizer", state)["param_groups"])

@@ -86,7 +86,7 @@ def load_alone(reader: StorageReader, state: dict[str, Any]) -> None:
     The public `load` warns that it is alone, and reads no entry that the state does not name.
 
     Args:
-        reader: Of the folder.
+        reader: Reader of the folder.
         state: Tensors to be read in place; an empty one gets all that the folder holds.
     """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -168,8 +168,8 @@ def move_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[f
     """Bring a schedule to the position of a saved one, and leave all else of it as it is.
 
     Args:
-        schedule: Whose ``load_state_dict`` would take base learning rates too.
-        state: Of the saved one.
+        schedule: Schedule whose ``load_state_dict`` would take base learning rates too.
+        state: State of the saved schedule.
         rates: Learning rates of the groups at that position.
     """
     schedule.last_epoch, schedule._step_count = state["last_epoch"], state["_step_count"]

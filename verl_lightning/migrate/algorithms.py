@@ -93,7 +93,7 @@ ALGORITHM_DEFAULTS: dict[str, Any] = {
 
 
 def translate_advantage(verl: VerlConfig) -> Findings:
-    """How rewards become advantages."""
+    """Translates the estimator of advantages and its options."""
     key = "algorithm.adv_estimator"
     name = str(verl[key]).rsplit(".", 1)[-1].lower()
     if name not in ESTIMATORS:
@@ -118,7 +118,7 @@ def translate_advantage(verl: VerlConfig) -> Findings:
 
 
 def translate_loss(verl: VerlConfig) -> Findings:
-    """The loss of each response token."""
+    """Translates the policy loss of response tokens and its options."""
     key = f"{ACTOR}.policy_loss.loss_mode"
     mode = str(verl[key])
     if mode not in LOSSES:
@@ -142,7 +142,7 @@ def translate_loss(verl: VerlConfig) -> Findings:
 
 
 def translate_kl(verl: VerlConfig) -> Findings:
-    """The penalty for leaving the reference, in the loss or in the reward."""
+    """Translates the penalty for leaving the reference, in the loss or in the reward."""
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     group = "model.init_args.kl"
     if verl[in_loss]:
@@ -168,7 +168,7 @@ def translate_kl(verl: VerlConfig) -> Findings:
 
 
 def translate_kl_estimator(verl: VerlConfig, source: str, *, shapes_gradient: bool) -> Findings:
-    """Which estimator of the KL."""
+    """Translates the estimator of the KL, by the key that names it."""
     name = str(verl[source])
     ours = KL.get(name.removesuffix("+"))
     straight = name.endswith("+") and shapes_gradient and ours != "k2"
@@ -194,7 +194,7 @@ def unused_kl(verl: VerlConfig, in_loss: bool, in_reward: bool) -> Findings:
 
 
 def translate_correction(verl: VerlConfig) -> Findings:
-    """What is done about the difference between the engine's policy and the trainer's."""
+    """Translates the corrections of the difference between the engine's policy and the trainer's."""
     level, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
     statistic, bounds = f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"
     bypass = f"{CORRECTION}.bypass_mode"
@@ -223,7 +223,7 @@ def nothing_to_correct(verl: VerlConfig, keys: tuple[str, ...], *, rejects: bool
 
 
 def read_weights(level: Any, bounds: Any) -> list[dict[str, Any]]:
-    """Our importance weights for verl's, with a cap such as ``2.0`` or a band such as ``0.5_5.0``; none for others."""
+    """Reads importance weights of verl's, with a cap such as ``2.0`` or a band such as ``0.5_5.0``, else none."""
     numbers = read_numbers(bounds)
     if level in ("token", "sequence") and len(numbers) == 1:
         return [correction("TruncatedImportanceSampling", level=level, cap=numbers[0])]
@@ -233,7 +233,7 @@ def read_weights(level: Any, bounds: Any) -> list[dict[str, Any]]:
 
 
 def read_rejections(statistics: Any, bounds: Any) -> list[dict[str, Any]]:
-    """Our rejections for verl's, such as ``seq_mean_k1,token_k3`` with ``0.999_1.001,0.1``; none if one is unknown."""
+    """Reads rejections of verl's, such as ``seq_mean_k1,token_k3`` with ``0.999_1.001,0.1``; none if one is unknown."""
     names, limits = str(statistics).split(","), str(bounds).split(",")
     limits = limits * len(names) if len(limits) == 1 else limits
     found = [read_rejection(*pair) for pair in zip(names, limits, strict=False)]
@@ -241,7 +241,7 @@ def read_rejections(statistics: Any, bounds: Any) -> list[dict[str, Any]]:
 
 
 def read_rejection(statistic: str, bounds: str) -> dict[str, Any] | None:
-    """One of them; None if it is unknown.
+    """Reads one rejection; None if its statistic or its bounds are unknown.
 
     verl bounds ratios of engine over trainer where the statistic is ``k1``, divergences where it is ``k2`` or ``k3``.
     """
@@ -258,11 +258,11 @@ def read_rejection(statistic: str, bounds: str) -> dict[str, Any] | None:
 
 
 def read_numbers(bounds: Any) -> list[float]:
-    """The one or two numbers of a bound; none if it is something else."""
+    """Reads the one or two numbers of a bound; none if it is something else."""
     parts = str(bounds).strip().split("_")
     return [float(part) for part in parts] if all(NUMBER.fullmatch(part) for part in parts) else []
 
 
 def correction(name: str, **options: Any) -> dict[str, Any]:
-    """A correction as our YAML says it."""
+    """Returns a correction as our YAML says it."""
     return {"class_path": name, "init_args": options}

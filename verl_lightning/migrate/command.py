@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the command, and the file and overrides of verl's."""
+    """Parses the options of the command, and verl's file and overrides."""
     parser = argparse.ArgumentParser(
         prog="verl-fit migrate",
         description="Translates a PPO or SFT configuration of verl 0.8 or 0.9, and reports what became of every key.",
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def summary(migration: Migration, output: Path, report: Path) -> str:
-    """What was written, and what a user must decide."""
+    """Returns the text that tells what was written, and what a user must decide."""
     lines = [f"wrote {output} and {report}: {counts(migration)}"]
     lines += [f"  {line.key}={line.value}: {line.words}" for line in migration.lines if line.fate == "not supported"]
     return "\n".join([*lines, f"next: verl-fit --config {output} --print_config"]) + "\n"

@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def is_self(self) -> bool:
-        """Whether the list's own file comes here."""
+        """True for the entry `_self_`, at whose place the list's own file comes."""
         return self.option == "_self_"
 
 

@@ -34,7 +34,7 @@ OURS = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
 
 def translate_launch(verl: VerlConfig) -> Findings:
-    """Machines and GPUs."""
+    """Translates the numbers of machines and GPUs."""
     for key, ours in (("trainer.n_gpus_per_node", "trainer.devices"), ("trainer.nnodes", "trainer.num_nodes")):
         value = verl[key]
         if isinstance(value, (int, float)):
@@ -44,13 +44,13 @@ def translate_launch(verl: VerlConfig) -> Findings:
 
 
 def engine_name(verl: VerlConfig, *sources: str) -> tuple[str, str]:
-    """Verl's engine, and the key that says so: the first that was given."""
+    """Returns verl's engine, and the key that says so: the first that was given."""
     key = verl.first(*sources)
     return str(verl[key]), key
 
 
 def translate_strategy(engine: str, source: str) -> Findings:
-    """Which strategy trains."""
+    """Translates verl's engine to the strategy that trains."""
     if engine in OURS:
         yield Setting(key="trainer.strategy", value=OURS[engine], sources=(source,))
     else:
@@ -63,7 +63,7 @@ def translate_strategy(engine: str, source: str) -> Findings:
 
 
 def translate_fsdp(verl: VerlConfig, group: str, actor: str) -> Findings:
-    """Settings of FSDP, and the types of weights and activations."""
+    """Translates the settings of FSDP, and the types of weights and activations."""
     dtype, weights = f"{group}.dtype", f"{group}.model_dtype"
     mixed = str(verl[dtype]) in ("bfloat16", "bf16")
     note = "" if mixed or str(verl[dtype]) in ("float32", "fp32") else "float16 is not trained; bfloat16 in its place"
@@ -84,7 +84,7 @@ def translate_fsdp(verl: VerlConfig, group: str, actor: str) -> Findings:
 
 
 def translate_sequence_parallelism(verl: VerlConfig, group: str) -> Findings:
-    """Over how many ranks sequences are shared: as the actor says, in its engine's group or beside it as before."""
+    """Translates the number of ranks that share a sequence: as the actor says, in its engine's group or beside it."""
     name = "ulysses_sequence_parallel_size"
     key = sequence_key(verl, group)
     size = verl.whole(key) if verl[key] is not None else 1
@@ -109,7 +109,7 @@ def sharing_ranks(verl: VerlConfig, group: str) -> int:
 
 
 def translate_mesh(verl: VerlConfig, key: str) -> Findings:
-    """Over how many ranks models are sharded."""
+    """Translates the number of ranks over which models are sharded."""
     size = verl[key] or -1
     world = world_size(verl)
     if size <= 0:
@@ -128,7 +128,7 @@ def world_size(verl: VerlConfig) -> int | None:
 
 
 def translate_megatron(verl: VerlConfig, group: str) -> Findings:
-    """Settings of Megatron."""
+    """Translates the settings of Megatron."""
     dtype = f"{group}.dtype"
     full = str(verl[dtype]) in ("float32", "fp32")
     yield Setting(key="trainer.precision", value="32-true" if full else "bf16-mixed", sources=(dtype,))
@@ -151,7 +151,7 @@ def translate_megatron(verl: VerlConfig, group: str) -> Findings:
 
 
 def translate_transformer(verl: VerlConfig, group: str) -> Findings:
-    """Recomputation, attention, and further fields of Megatron's `TransformerConfig`."""
+    """Translates recomputation, attention, and further fields of Megatron's `TransformerConfig`."""
     known = {f"{group}.{name}" for name in ("attention_backend", *RECOMPUTE)}
     recompute, layers = recompute_key(verl, group), f"{group}.recompute_num_layers"
     if recompute is not None:
@@ -180,7 +180,7 @@ RECOMPUTE = ("recompute_granularity", "recompute_num_layers", "recompute_method"
 
 
 def translate_ddp(verl: VerlConfig, group: str) -> Findings:
-    """Options of Megatron's data parallelism."""
+    """Translates the options of Megatron's data parallelism."""
     for key in verl.given:
         if key.startswith(f"{group}."):
             name = key.removeprefix(f"{group}.")

@@ -21,25 +21,25 @@ class LeftOut:
     """verl's key, with ``*`` for any text."""
 
     reason: str
-    """Why."""
+    """Reason that the key makes no setting."""
 
     needed: bool = False
-    """Whether a run that uses it would differ here."""
+    """True if a run that uses the feature would differ here."""
 
     off: tuple[Any, ...] = OFF
-    """Values with which it isn't used."""
+    """Values with which the feature isn't used."""
 
     otherwise: str = ""
-    """What is said of those values; empty says that it is off."""
+    """Reason that is given for values in `off`; empty says that the feature is off."""
 
 
 def needless(reason: str, *patterns: str) -> list[LeftOut]:
-    """Keys that a run does without."""
+    """Returns entries for keys that a run does without."""
     return [LeftOut(pattern, reason) for pattern in patterns]
 
 
 def missing(reason: str, *patterns: str, off: tuple[Any, ...] = ()) -> list[LeftOut]:
-    """Keys whose feature isn't here; with the values in ``off`` it isn't used."""
+    """Returns entries for keys whose feature isn't here; with the values in ``off`` it isn't used."""
     return [LeftOut(pattern, reason, needed=True, off=(*OFF, *off)) for pattern in patterns]
 
 
@@ -218,7 +218,7 @@ LEFT_OUT: list[LeftOut] = [
 
 
 def remark_on(key: str, value: Any, table: list[LeftOut] = LEFT_OUT) -> Remark:
-    """What is said of a key that made no setting; a key without an entry is not supported."""
+    """Says why a key made no setting; a key without an entry is not supported."""
     for entry in table:
         if not fnmatchcase(key, entry.pattern):
             continue
@@ -230,7 +230,7 @@ def remark_on(key: str, value: Any, table: list[LeftOut] = LEFT_OUT) -> Remark:
 
 
 def is_used(value: Any, off: tuple[Any, ...]) -> bool:
-    """Whether a feature with this value is on."""
+    """Tells whether a feature with this value is on."""
     if isinstance(value, (list, Mapping)) and not value:
         return False
     return not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in off)

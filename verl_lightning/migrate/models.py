@@ -32,10 +32,10 @@ SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
 def translate_model(verl: VerlConfig, verl_group: str, ours: str, *, recomputed_by: str | None = None) -> Findings:
-    """A model and its adapters.
+    """Translates a model and its adapters.
 
     Args:
-        verl: What the run was given.
+        verl: Values that the run was given.
         verl_group: Key of verl's model, such as ``critic.model``.
         ours: Key of our model, such as ``model.actor``.
         recomputed_by: verl's key of Megatron's own recomputation, where that is on and decides.
@@ -54,7 +54,7 @@ def translate_model(verl: VerlConfig, verl_group: str, ours: str, *, recomputed_
 
 
 def translate_lora(verl: VerlConfig, model: str, ours: str) -> Findings:
-    """Adapters by verl's flat keys (``lora_rank``) or its structured ones (``lora.rank``)."""
+    """Translates adapters by verl's flat keys (``lora_rank``) or its structured ones (``lora.rank``)."""
     if verl[f"{model}.lora_rank"]:
         names = {"rank": "lora_rank", "alpha": "lora_alpha", "target_modules": "target_modules",
                  "exclude_modules": "exclude_modules", "adapter_path": "lora_adapter_path"}  # fmt: skip
@@ -81,7 +81,7 @@ LORA_REST = {f"lora.{name}" for name in ("type", "merge", "dropout_position", "l
 
 
 def lora_setting(key: str, name: str, value: Any, source: str) -> Setting:
-    """One option of adapters, with Megatron's names of linear layers in transformers' terms."""
+    """Translates one option of adapters, with Megatron's names of linear layers in transformers' terms."""
     if name == "target_modules" and isinstance(value, list) and set(value) <= MEGATRON_LINEARS:
         note = "" if set(value) == MEGATRON_LINEARS else "verl names some of Megatron's layers; here all linear layers"
         return Setting(key=key, value="all-linear", sources=(source,), note=note)
@@ -103,10 +103,10 @@ def no_adapters(verl: VerlConfig, model: str) -> Findings:
 def translate_optim(
     verl: VerlConfig, group: str, ours: str, total_steps: int | None, clip: str | None = None
 ) -> Findings:
-    """An optimizer and its schedule.
+    """Translates an optimizer and its schedule.
 
     Args:
-        verl: What the run was given.
+        verl: Values that the run was given.
         group: Key of verl's optimizer, such as ``critic.optim``.
         ours: Key of ours, such as ``model.actor.optim``.
         total_steps: Steps of the run, if they are known.
@@ -125,7 +125,7 @@ def translate_optim(
 
 
 def translate_schedule(verl: VerlConfig, group: str, ours: str, total_steps: int | None) -> Findings:
-    """Warm-up and decay of the learning rate."""
+    """Translates warm-up and decay of the learning rate."""
     shape = verl.first(f"{group}.warmup_style", f"{group}.lr_decay_style", f"{group}.lr_scheduler_type")
     name = str(verl[shape] or "constant")
     if name in SCHEDULES and (name == "constant" or total_steps):

@@ -1,4 +1,4 @@
-"""What a translation is made of: verl's values, and what is said of them."""
+"""Parts of a translation: verl's values, our settings, and remarks on keys that made no setting."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class Setting:
     """Our dotted key."""
 
     value: Any
-    """Its value."""
+    """Value of the setting."""
 
     sources: tuple[str, ...]
     """verl's keys that it was made of."""
 
     note: str = ""
-    """What differs, empty if nothing does."""
+    """Words on what differs from verl, empty if nothing does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """What became of a key of verl's that made no setting."""
+    """Remark on what became of a key of verl's that made no setting."""
 
     source: str
     """verl's key."""
 
     reason: str
-    """Why."""
+    """Reason that the key made no setting."""
 
     needed: bool = True
-    """Whether the run would differ, so that a user must decide."""
+    """True if the run would differ, so that a user must decide."""
 
 
 Findings = Iterator[Setting | Remark]
@@ -44,7 +44,7 @@ Findings = Iterator[Setting | Remark]
 
 @dataclass(frozen=True)
 class VerlConfig:
-    """What a verl run was given, on top of verl's defaults."""
+    """Values that a verl run was given, on top of verl's defaults."""
 
     given: Mapping[str, Any]
     """Values by dotted key."""
@@ -53,18 +53,18 @@ class VerlConfig:
     """verl's own values of the keys that are translated."""
 
     def __getitem__(self, key: str) -> Any:
-        """The given value, or verl's default."""
+        """Returns the given value of a key, or verl's default."""
         return self.given[key] if key in self.given else self.defaults.get(key)
 
     def first(self, *keys: str) -> str:
-        """The first of these keys that was given a value, or the last one."""
+        """Returns the first of these keys that was given a value, or the last one."""
         return next((key for key in keys if self.given.get(key) is not None), keys[-1])
 
     def number(self, key: str) -> float:
-        """A number.
+        """Returns the value of a key as a number.
 
         Raises:
-            ValueError: If it is something else, such as a variable that only the shell knows.
+            ValueError: If the value is something else, such as a variable that only the shell knows.
         """
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -72,10 +72,10 @@ class VerlConfig:
         return float(value)
 
     def whole(self, key: str) -> int:
-        """A whole number, which Hydra may hold as a float.
+        """Returns the value of a key as a whole number, which Hydra may hold as a float.
 
         Raises:
-            ValueError: If it is no number.
+            ValueError: If the value is no number.
         """
         return int(self.number(key))
 

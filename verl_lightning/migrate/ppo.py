@@ -84,11 +84,11 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward_model.overlong_buffer",
 )
-"""Where verl says what long responses cost, the newest first."""
+"""Keys under which verl says what long responses cost, the newest first."""
 
 
 def translate_ppo(verl: VerlConfig) -> Findings:
-    """Everything that a PPO run of verl's says."""
+    """Translates everything that a PPO run of verl's says."""
     actor = "model.init_args.actor"
     engine, source = engine_name(verl, "model_engine", f"{ACTOR}.strategy")
     steps = total_steps(verl)
@@ -119,12 +119,12 @@ def translate_ppo(verl: VerlConfig) -> Findings:
 
 
 def recomputed_by(verl: VerlConfig, engine: str) -> str | None:
-    """The key of Megatron's own recomputation, where it trains and recomputes."""
+    """Returns the key of Megatron's own recomputation, where it trains and recomputes."""
     return recompute_key(verl, f"{ACTOR}.megatron.override_transformer_config") if engine == "megatron" else None
 
 
 def translate_critic(verl: VerlConfig, steps: int | None, recomputed_by: str | None) -> Findings:
-    """The value model, where the estimator needs one."""
+    """Translates the value model, where the estimator needs one."""
     if str(verl["algorithm.adv_estimator"]).lower() != "gae":
         for key in verl.given:
             if key.startswith("critic.") or key == "trainer.critic_warmup":
@@ -148,14 +148,14 @@ def translate_critic(verl: VerlConfig, steps: int | None, recomputed_by: str | N
 
 
 def is_in_use(verl: VerlConfig, name: str) -> bool:
-    """Whether the critic reads this size of its batches."""
+    """Tells whether the critic reads this size of its batches."""
     if verl[f"critic.{name}"] is None:
         return False
     return bool(verl[f"{ACTOR}.use_dynamic_bsz"]) if name == "ppo_max_token_len_per_gpu" else True
 
 
 def translate_updates(verl: VerlConfig, sharing: int) -> Findings:
-    """How an iteration becomes optimizer steps; ``sharing`` ranks share a sequence."""
+    """Translates the optimizer steps of an iteration and their batches; ``sharing`` ranks share a sequence."""
     group = "model.init_args.update"
     for name, ours in (("ppo_mini_batch_size", "mini_batch_size"), ("ppo_epochs", "epochs")):
         key = f"{ACTOR}.{name}"
@@ -180,7 +180,7 @@ def translate_updates(verl: VerlConfig, sharing: int) -> Findings:
 
 
 def translate_filter(verl: VerlConfig) -> Findings:
-    """Training on groups with signal only."""
+    """Translates the filter that trains on groups with signal only."""
     enable, batches = "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
     if verl[enable]:
         most = int(verl[batches]) if isinstance(verl[batches], (int, float)) and verl[batches] > 0 else 10
@@ -189,7 +189,7 @@ def translate_filter(verl: VerlConfig) -> Findings:
 
 
 def translate_prompts(verl: VerlConfig) -> Findings:
-    """Where prompts come from."""
+    """Translates the files of prompts, their order, lengths and batches."""
     group = "data.init_args"
     yield Setting(key="data.class_path", value="PromptDataModule", sources=())
     for name in ("train_files", "val_files"):
@@ -210,7 +210,7 @@ def translate_prompts(verl: VerlConfig) -> Findings:
 
 
 def translate_overlong(verl: VerlConfig, group: str) -> Findings:
-    """What is done with prompts that are too long."""
+    """Translates the treatment of prompts that are too long."""
     drop, truncation = "data.filter_overlong_prompts", "data.truncation"
     if verl[drop]:
         yield Setting(key=f"{group}.overlong", value="drop", sources=(drop,))
@@ -223,7 +223,7 @@ def translate_overlong(verl: VerlConfig, group: str) -> Findings:
 
 
 def translate_reward(verl: VerlConfig) -> Findings:
-    """What judges responses."""
+    """Translates the function that judges responses."""
     path = verl.first("reward.custom_reward_function.path", "custom_reward_function.path")
     name = path.removesuffix("path") + "name"
     target = "model.init_args.reward.function"
@@ -242,7 +242,7 @@ def translate_reward(verl: VerlConfig) -> Findings:
 
 
 def translate_shaping(verl: VerlConfig) -> Findings:
-    """What long responses cost, by verl's key or one of its older ones."""
+    """Translates the penalty on long responses, by verl's key or one of its older ones."""
     group = next((place for place in OVERLONG if verl[f"{place}.enable"]), None)
     if group is None:
         return
@@ -258,7 +258,7 @@ def translate_shaping(verl: VerlConfig) -> Findings:
 
 
 def translate_rollout(verl: VerlConfig) -> Findings:
-    """The engine, and how it samples."""
+    """Translates the rollout engine, and how it samples."""
     key = f"{ROLLOUT}.name"
     name = str(verl[key])
     ours = "HFRollout" if name == "hf" else "VLLMRollout"
@@ -276,7 +276,7 @@ def translate_rollout(verl: VerlConfig) -> Findings:
 
 
 def translate_sampling(verl: VerlConfig, group: str, ours: str) -> Findings:
-    """How responses are drawn."""
+    """Translates the sampling of responses."""
     greedy = not verl[f"{group}.do_sample"]
     length = "data.max_response_length"
     yield Setting(key=f"{ours}.num_samples", value=verl.whole(f"{group}.n"), sources=(f"{group}.n",))

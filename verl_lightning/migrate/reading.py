@@ -31,7 +31,7 @@ REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>\.*[\w.]+)(?:\s*,\s*(?P<
 
 
 def read_verl(path: str | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """The values that a verl run was given, by dotted key.
+    """Reads the values that a verl run was given, by dotted key.
 
     Args:
         path: A YAML file, composed from its `defaults`, or a run script (``.sh``), which is read and not run; None for
@@ -62,7 +62,7 @@ def read_verl(path: str | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of a script is an override of verl's."""
+    """Tells whether a word of a script is an override of verl's."""
     match = OVERRIDE.fullmatch(word)
     if match is None:
         return False
@@ -70,7 +70,7 @@ def is_override(word: str) -> bool:
 
 
 def find_primary(script: Script, folder: Path) -> str | None:
-    """Hydra's primary file of a run script, where it lies below the script's folder or the working directory."""
+    """Finds Hydra's primary file of a run script, where it lies below the script's folder or the working directory."""
     if not script.config_name:
         return None
     inner = script.config_path.rpartition("}")[2].rpartition("$")[2].lstrip("/")
@@ -80,7 +80,7 @@ def find_primary(script: Script, folder: Path) -> str | None:
 
 
 def own_primary(name: str) -> dict[str, Any]:
-    """What the name of a primary file says that is not there: verl's own values stand for its own ones."""
+    """Returns what the name of a missing primary file says by itself; verl's own values stand for its own files."""
     if not name or name in OWN_PRIMARIES:
         return {"model_engine": "megatron"} if "megatron" in name else {}
     return {f"defaults.{name}": name}
@@ -103,7 +103,7 @@ def apply_override(values: dict[str, Any], word: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value as Hydra reads it; what is no YAML is text."""
+    """Parses a value as Hydra reads it; what is no YAML is text."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -111,7 +111,7 @@ def parse_value(text: str) -> Any:
 
 
 def resolve(values: Mapping[str, Any], key: str, depth: int = 8) -> Any:
-    """The value at a key with references to other keys followed, as far as they lead to given values."""
+    """Returns the value at a key with references to other keys followed, as far as they lead to given values."""
     value = values[key]
     if not isinstance(value, str) or "${" not in value or not depth:
         return value
@@ -122,7 +122,7 @@ def resolve(values: Mapping[str, Any], key: str, depth: int = 8) -> Any:
 
 
 def follow(values: Mapping[str, Any], key: str, reference: re.Match[str], depth: int) -> Any:
-    """What one reference stands for; its own text if that is not known."""
+    """Returns the value that one reference stands for; its own text if that is not known."""
     target = reference["key"]
     if target.startswith("."):
         levels = len(target) - len(target.lstrip("."))

@@ -23,16 +23,16 @@ SFT_KEYS = {"data.max_length", "data.messages_key", "data.micro_batch_size_per_g
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What became of one key."""
+    """Line of the report on what became of one key."""
 
     key: str
     """verl's dotted key."""
 
     value: Any
-    """Its value."""
+    """Value of the key."""
 
     fate: Fate
-    """What became of it."""
+    """Fate of the key: translated, not needed or not supported."""
 
     words: str
     """Our settings, or the reason that there are none."""
@@ -49,7 +49,7 @@ class Migration:
     """A line for each of verl's keys that was given, in their order."""
 
     def count(self, fate: Fate) -> int:
-        """Keys of this fate."""
+        """Counts the keys of this fate."""
         return sum(line.fate == fate for line in self.lines)
 
 
@@ -76,13 +76,13 @@ def migrate(given: dict[str, Any]) -> Migration:
 
 
 def is_unknown(value: Any) -> bool:
-    """Whether only a shell knows the value, such as that of `$1`."""
+    """Tells whether only a shell knows the value, such as that of `$1`."""
     items = value if isinstance(value, list) else [value]
     return any(isinstance(item, str) and UNKNOWN.search(item) is not None for item in items)
 
 
 def describe_unknown(key: str, value: Any, settings: Iterable[Setting]) -> Line:
-    """The line of a key whose value only a shell knows: verl's own value stands for it until it is given."""
+    """Makes the line of a key whose value only a shell knows: verl's own value stands for it until it is given."""
     ours = [f"`{flag(setting.key)}`" for setting in settings if key in setting.sources]
     place = f", or set {' and '.join(ours)}" if ours else ""
     words = f"its value is known to the shell only: give `{key}=VALUE` behind the script{place}"
@@ -90,14 +90,14 @@ def describe_unknown(key: str, value: Any, settings: Iterable[Setting]) -> Line:
 
 
 def is_sft(given: dict[str, Any]) -> bool:
-    """Whether the keys are those of verl's SFT trainer."""
+    """Tells whether the keys are those of verl's SFT trainer."""
     roots = {key.partition(".")[0] for key in given}
     told = roots & {"model", "optim", "engine"} or given.keys() & SFT_KEYS
     return not roots & {"actor_rollout_ref", "algorithm", "critic"} and bool(told)
 
 
 def describe(key: str, value: Any, settings: Iterable[Setting], remarks: Iterable[Remark]) -> Line:
-    """The line of one key: what must be decided comes first, then what was made of it, then why nothing was."""
+    """Makes the line of one key: first what must be decided, then what was made of it, then why nothing was."""
     said = [remark for remark in remarks if remark.source == key]
     urgent = next((remark for remark in said if remark.needed), None)
     made = [setting for setting in settings if key in setting.sources]
@@ -111,13 +111,13 @@ def describe(key: str, value: Any, settings: Iterable[Setting], remarks: Iterabl
 
 
 def short(value: Any) -> str:
-    """A value in one line of YAML, or its classes where it is long."""
+    """Returns a value in one line of YAML, or its classes where it is long."""
     text = str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("\n...\n").strip()
     return text if len(text) < 100 else "[" + ", ".join(str(item.get("class_path", item)) for item in value) + "]"
 
 
 def report_text(migration: Migration) -> str:
-    """The whole report as Markdown, what a user must decide first."""
+    """Returns the whole report as Markdown; what a user must decide comes first."""
     parts = [f"# From verl\n\n{counts(migration)}.\n"]
     for fate in FATES:
         rows = [row(line) for line in migration.lines if line.fate == fate]
@@ -128,17 +128,17 @@ def report_text(migration: Migration) -> str:
 
 
 def counts(migration: Migration) -> str:
-    """How many keys there were, and of each fate."""
+    """Says how many keys there were, and how many of each fate."""
     return f"{len(migration.lines)} keys: " + ", ".join(f"{migration.count(fate)} {fate}" for fate in FATES)
 
 
 def row(line: Line) -> str:
-    """A row of the report's tables."""
+    """Returns a row of the report's tables."""
     value = " ".join(str(line.value).split()).replace("|", "\\|")
     return f"| `{line.key}` | `{value}` | {line.words} |"
 
 
 def config_text(migration: Migration) -> str:
-    """Our configuration as YAML."""
+    """Returns our configuration as YAML."""
     head = "# Made by `verl-fit migrate`; the report beside it tells of every key.\n"
     return head + str(yaml.safe_dump(migration.settings, sort_keys=False, allow_unicode=True, width=100))

@@ -24,13 +24,13 @@ TOOLS = {"torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
 
 
 def total_steps(verl: VerlConfig) -> int | None:
-    """Steps of the run, where verl was told them."""
+    """Returns the steps of the run, None where verl was not told them."""
     steps = verl["trainer.total_training_steps"]
     return int(steps) if isinstance(steps, (int, float)) and steps > 0 else None
 
 
 def translate_length(verl: VerlConfig) -> Findings:
-    """How long the run goes on, and how often it is validated."""
+    """Translates the length of the run, and how often it is validated."""
     steps, key = total_steps(verl), "trainer.total_training_steps"
     if steps is not None:
         yield Setting(key="trainer.max_steps", value=steps, sources=(key,))
@@ -50,7 +50,7 @@ def translate_length(verl: VerlConfig) -> Findings:
 
 
 def translate_callbacks(verl: VerlConfig, *, rollout: bool) -> Findings:
-    """Checkpoints, and callbacks of our shipped configurations."""
+    """Translates checkpoints, and adds callbacks of our shipped configurations."""
     callbacks: list[dict[str, Any]] = []
     key, keep = "trainer.save_freq", verl.first("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep")
     saves = isinstance(verl[key], (int, float)) and verl[key] > 0
@@ -75,13 +75,13 @@ def translate_callbacks(verl: VerlConfig, *, rollout: bool) -> Findings:
 
 
 def logger_names(verl: VerlConfig) -> list[str]:
-    """Verl's loggers."""
+    """Returns the names of verl's loggers."""
     names = verl["trainer.logger"]
     return [str(name) for name in (names if isinstance(names, list) else [names])]
 
 
 def translate_loggers(verl: VerlConfig) -> Findings:
-    """Where metrics go, and under which name."""
+    """Translates the loggers, the run's names in them, and the folder of its files."""
     project, name = "trainer.project_name", "trainer.experiment_name"
     loggers, used = [], []
     for logger in logger_names(verl):
@@ -105,7 +105,7 @@ def translate_loggers(verl: VerlConfig) -> Findings:
 
 
 def logger_options(verl: VerlConfig, logger: str) -> dict[str, Any]:
-    """Project and name of a run, in the words of its logger."""
+    """Returns the project and name of a run, in the words of its logger."""
     project, name = str(verl["trainer.project_name"]), str(verl["trainer.experiment_name"])
     return {
         "wandb": {"project": project, "name": name},
@@ -115,7 +115,7 @@ def logger_options(verl: VerlConfig, logger: str) -> dict[str, Any]:
 
 
 def translate_profiler(verl: VerlConfig) -> Findings:
-    """Which steps are recorded, and with what."""
+    """Translates the steps that are profiled, and the tool that records them."""
     tool, steps = "global_profiler.tool", "global_profiler.steps"
     if verl[tool] in TOOLS and isinstance(verl[steps], list) and verl[steps]:
         options: dict[str, Any] = {"tool": TOOLS[verl[tool]], "steps": [int(step) for step in verl[steps]]}

@@ -27,7 +27,7 @@ OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What a run script starts verl with."""
+    """Arguments with which a run script starts verl."""
 
     words: list[str]
     """Words of all of its commands, with the variables that it sets itself filled in."""
@@ -64,7 +64,7 @@ def read_script(script: str) -> Script:
 
 
 def processes(lines: list[str]) -> Iterator[str]:
-    """What ``torchrun`` is told of machines and GPUs, as overrides."""
+    """Yields what ``torchrun`` is told of machines and GPUs, as overrides."""
     for line in lines:
         if "torchrun" in line or "torch.distributed.run" in line:
             for flag, value in PROCESSES.findall(line):
@@ -72,7 +72,7 @@ def processes(lines: list[str]) -> Iterator[str]:
 
 
 def split_words(line: str) -> list[str]:
-    """Words of a shell line; parentheses of arrays stand apart."""
+    """Splits a shell line into words; parentheses of arrays stand apart."""
     try:
         return shlex.split(re.sub(r"\+?=\(|^\s*\)|\)\s*$", " ", line), comments=True)
     except ValueError:  # a quotation over several lines
@@ -80,7 +80,7 @@ def split_words(line: str) -> list[str]:
 
 
 def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """Text with known shell variables, defaults and sums in their places; others stay as they are written."""
+    """Fills known shell variables, defaults and sums into a text; others stay as they are written."""
 
     def value(match: re.Match[str]) -> str:
         name = match["braced"] or match["plain"]
@@ -92,7 +92,7 @@ def substitute(text: str, variables: Mapping[str, str]) -> str:
 
 
 def fill_sums(text: str, variables: Mapping[str, str]) -> str:
-    """Text with the values of ``$((...))`` in their places, where all of their variables are whole numbers."""
+    """Fills the values of ``$((...))`` into a text, where all of their variables are whole numbers."""
     start = text.find("$((")
     while start >= 0:
         depth, end = 0, start + 1
@@ -108,10 +108,10 @@ def fill_sums(text: str, variables: Mapping[str, str]) -> str:
 
 
 def evaluate(node: ast.expr, variables: Mapping[str, str]) -> int:
-    """A sum of a shell's.
+    """Evaluates a sum of a shell's.
 
     Raises:
-        ValueError: If it has something else than whole numbers, variables and `+ - * / %`.
+        ValueError: If the sum has something else than whole numbers, variables and `+ - * / %`.
         KeyError: If a variable or an operation is not known.
     """
     if isinstance(node, ast.BinOp):

@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = (
 
 
 def translate_sft(verl: VerlConfig) -> Findings:
-    """Everything that an SFT run of verl's says."""
+    """Translates everything that an SFT run of verl's says."""
     actor = "model.init_args.actor"
     engine, source = engine_name(verl, "engine", "defaults.engine", "engine.strategy")
     yield Setting(key="model.class_path", value="SFTModule", sources=())
@@ -70,7 +70,7 @@ def translate_sft(verl: VerlConfig) -> Findings:
 
 
 def model_ranks(verl: VerlConfig, engine: str) -> int:
-    """Ranks that see the same data."""
+    """Returns the number of ranks that see the same data."""
     if engine != "megatron":
         return sharing_ranks(verl, "engine")
     sizes = (f"engine.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
@@ -81,7 +81,7 @@ def model_ranks(verl: VerlConfig, engine: str) -> int:
 
 
 def translate_chats(verl: VerlConfig) -> Findings:
-    """Where conversations come from."""
+    """Translates the files of conversations, and the treatment of those that are too long."""
     group = "data.init_args"
     yield Setting(key="data.class_path", value="ChatDataModule", sources=())
     yield Setting(key=f"{group}.train_files", value=at_home(verl["data.train_files"]), sources=("data.train_files",))
@@ -98,12 +98,12 @@ def translate_chats(verl: VerlConfig) -> Findings:
 
 
 def translate_batches(verl: VerlConfig, ranks: int, sharing: int) -> Findings:
-    """How chats become optimizer steps: verl says the chats of a step, we those of a batch and batches of a step.
+    """Translates the batches of a step: verl says the chats of a step, we those of a batch and batches of a step.
 
     Args:
         verl: The configuration.
-        ranks: That see the same chats.
-        sharing: Of these, the ranks that share a budget of tokens.
+        ranks: Number of ranks that see the same chats.
+        sharing: Number of ranks, among these, that share a budget of tokens.
     """
     whole, dynamic = "data.train_batch_size", "data.use_dynamic_bsz"
     world = world_size(verl)
