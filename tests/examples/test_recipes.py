@@ -37,9 +37,8 @@ def run_recipe(name: str, folder: Path, *flags: str, patch: pytest.MonkeyPatch) 
     files = [EXAMPLES / "quickstart" / "grpo.yaml", EXAMPLES / "recipes" / f"{name}.yaml"]
     configs = [word for file in files for word in ("--config", str(file))]
     quiet = ["--trainer.callbacks", "[]", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"]
-    CLI(
-        ["fit", *configs, *quiet, "--trainer.enable_checkpointing", "false", "--trainer.limit_val_batches", "0", *flags]
-    )
+    quiet += ["--trainer.enable_checkpointing", "false", "--trainer.limit_val_batches", "0"]
+    CLI(["fit", *configs, *quiet, "--trainer.default_root_dir", f"runs/{name}", *flags])
     return recorder
 
 
