@@ -1,4 +1,4 @@
-"""Which errors are the user's to mend, told in a sentence, and which are faults of ours, shown with their traceback."""
+"""Errors that are the user's to mend, told in a sentence, apart from our own faults, shown with their traceback."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class InternalValueError(ValueError):
 
 
 USERS_ERRORS = (ValueError, TypeError, OSError, ImportError, RunError)
-"""What this package raises for the user to mend, beside Lightning's `MisconfigurationException`."""
+"""Exceptions that this package raises for the user to mend, beside Lightning's `MisconfigurationException`."""
 
 LIBRARIES_ERRORS = {
     ("lightning.fabric.utilities.exceptions", "MisconfigurationException"),
     ("wandb.errors.errors", "CommError"),
     ("wandb.errors.errors", "UsageError"),
 }
-"""Module and name of what libraries raise for the user to mend, wherever they do."""
+"""Module and name of exceptions that are the user's to mend, wherever a library raises them."""
 
 
 NO_PREDICT = (
     "`predict` is not offered. Sample with transformers or vLLM from the folder that `HFCheckpoint` or `verl-export`"
     " writes, or have `SamplesTable` keep the responses of `validate`."
 )
-"""What Lightning offers and this package does not, with what to use instead."""
+"""Message about `predict`, which Lightning offers and this package does not, with what to use instead."""
 
 
 def is_meant_for_user(error: BaseException) -> bool:
-    """Whether the error was raised on purpose to tell the user what to change, so that its traceback adds nothing.
+    """Tells whether an error was raised on purpose to say what the user must change: its traceback then adds nothing.
 
     True for `LIBRARIES_ERRORS`, and for `USERS_ERRORS` of a ``raise`` statement of this package.
     What a library raises, or a mistaken call of ours, keeps its traceback.
@@ -56,7 +56,7 @@ def is_meant_for_user(error: BaseException) -> bool:
 
 @contextmanager
 def told_of(key: str) -> Iterator[None]:
-    """Begin errors that are meant for the user, and come up within it, with the key of the settings they are about."""
+    """Puts the key of the settings in front of errors that come up within the block and are meant for the user."""
     try:
         yield
     except USERS_ERRORS as error:
@@ -79,7 +79,7 @@ def cause_for_user(error: BaseException) -> BaseException | None:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether the error came up while processes exchanged something: often because another one had ended."""
+    """Tells whether an error came up in torch.distributed, often because another process had ended."""
     return error.__traceback__ is not None and module_of(innermost(error)[0]).startswith("torch.distributed.")
 
 

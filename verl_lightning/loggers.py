@@ -29,7 +29,7 @@ class ResumableCSVLogger(OwnWriterLogger):
         save_dir: Folder of all runs; a local one.
         name: Folder in it for runs that belong together; empty for none.
         version: The run's folder; a number N is ``version_N``, null the next free one.
-        prefix: Put before each metric's name.
+        prefix: Text before each metric's name.
         flush_logs_every_n_steps: Steps between writes; 1 loses nothing when the run is killed.
     """
 

@@ -20,10 +20,10 @@ class Metric(NamedTuple):
     kind: Kind
     total: Number
     weight: Number = 1.0
-    """What a mean is divided by; at 0 there is nothing to report."""
+    """Divisor of a mean; at 0 a metric of any kind has nothing to report."""
 
     def merge(self, other: Metric) -> Metric:
-        """Both parts as one.
+        """Returns both parts as one.
 
         Raises:
             InternalValueError: If the two are reduced in different ways.
@@ -65,9 +65,9 @@ def spread(name: str, values: Tensor, mask: Tensor | None = None) -> dict[str, M
     """``name/mean``, ``name/max`` and ``name/min`` of the given numbers; nothing is reported if there are none.
 
     Args:
-        name: Of all three.
+        name: Beginning of all three names.
         values: The numbers.
-        mask: True on those that count; unlike an index it does not wait for the device. None counts all.
+        mask: True on values that count; unlike an index it does not wait for the device. None counts all.
     """
     if values.numel() == 0:
         return {}
@@ -102,10 +102,10 @@ class MetricTable:
         return self._metrics
 
     def reduce(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """The metrics over all ranks; one of nothing is left out. Collective; ranks may hold different names.
+        """Reduces the metrics over all ranks, without those of weight 0. Collective; ranks may hold different names.
 
         Args:
-            gather: Returns a list of every data-parallel rank's argument.
+            gather: Function that returns a list of every data-parallel rank's argument.
         """
         merged = MetricTable()
         for part in gather(self._to_floats()):

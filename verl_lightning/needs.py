@@ -1,6 +1,6 @@
-"""What a run needs of the machine that it runs on. Functions say in a sentence what is missing, None if nothing is.
+"""Needs of a run on its machine: functions say in a sentence what is missing, and return None if nothing is.
 
-Looks at files and lists of packages only, so that it can be asked before anything heavy is imported.
+They look at files and lists of packages only, so that they can be called before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MEGATRON_VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
-"""How the version of each package must begin."""
+"""Beginning that the version of each package must have."""
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def missing_data_file(file: Path) -> str | None:
-    """About a file of rows."""
+    """Says why a data file can't be read; None if it is there."""
     if file.is_file():
         return None
     what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
@@ -32,7 +32,7 @@ def missing_data_file(file: Path) -> str | None:
 
 
 def missing_model(path: str) -> str | None:
-    """About a Hugging Face folder; a path that may be a hub's name is left to who loads it."""
+    """Says why a path is no folder with a Hugging Face model; None if it is one, or may be a name on the hub."""
     folder = Path(path)
     if (complaint := adapter_as_model(path)) is not None:
         return complaint
@@ -56,7 +56,7 @@ def missing_model(path: str) -> str | None:
 
 
 def adapter_as_model(path: str) -> str | None:
-    """About an adapter's folder in the place of a model's."""
+    """Says that a path is the folder of a PEFT adapter, not of a model, and what to set; None if it is none."""
     if not (file := Path(path, ADAPTER_CONFIG)).is_file():
         return None
     try:
@@ -89,7 +89,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def broken_weights(file: Path) -> str | None:
-    """About a safetensors file that is not there or not whole, as after a copy that was cut short."""
+    """Says that a safetensors file is missing or not whole, as after a copy that was cut short; None if it is whole."""
     if not file.is_file():
         return f"the folder lacks `{file.name}`, which its index names"
     size = file.stat().st_size
@@ -105,7 +105,7 @@ def broken_weights(file: Path) -> str | None:
 
 
 def missing_adapter(folder: Path) -> str | None:
-    """About a PEFT folder."""
+    """Says what the folder of a PEFT adapter lacks; None if nothing."""
     name = f"`lora.adapter_path: {folder}`"
     if not (folder / ADAPTER_CONFIG).is_file():
         nested = next(iter(sorted(folder.glob(f"*/{ADAPTER_CONFIG}"))), None)
@@ -117,12 +117,12 @@ def missing_adapter(folder: Path) -> str | None:
 
 
 def is_looked_up(path: str) -> bool:
-    """Whether a checkpoint is a remote one, or one that is found only when the run's folders are known."""
+    """Tells whether a checkpoint is a remote one, or one that is found only when the run's folders are known."""
     return path in ("last", "auto", "hpc") or "://" in path or path.startswith("registry")
 
 
 def missing_checkpoint(path: str) -> str | None:
-    """About a checkpoint to resume from."""
+    """Says why a checkpoint can't be resumed from; None if it exists, or is looked up later."""
     if is_looked_up(path):
         return None
     if path == "best":
@@ -135,7 +135,7 @@ def missing_checkpoint(path: str) -> str | None:
 
 
 def unwritable_folder(path: str) -> str | None:
-    """About where a run is to write; nothing is made there yet."""
+    """Says why a run can't write to a folder, which is not made yet; None if it can, or the folder is remote."""
     if "://" in path:
         return None
     folder = Path(path).absolute()
@@ -147,30 +147,30 @@ def unwritable_folder(path: str) -> str | None:
 
 
 def wrong_seed(seed: int) -> str | None:
-    """About `seed_everything`."""
+    """Says that `seed_everything` is out of range; None if it is not."""
     if 0 <= seed < 2**32:
         return None
     return f"`seed_everything` must lie between 0 and {2**32 - 1}, got {seed}."
 
 
 def wrong_start(seed: object, root: str | Path) -> Iterator[str]:
-    """About a run's seed, and the folder that it is to write to."""
+    """Yields complaints about a run's seed, and about the folder that it is to write to."""
     complaints = [wrong_seed(seed) if isinstance(seed, int) else None, unwritable_folder(str(root))]
     yield from filter(None, complaints)
 
 
 def has_package(module: str) -> bool:
-    """Whether a package can be imported, without doing so."""
+    """Tells whether a package can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def missing_package(user: str, module: str, way_out: str) -> str | None:
-    """About a package that an option needs.
+    """Says that a package which an option needs is not installed; None if it is.
 
     Args:
         user: The option or class, as the user wrote it.
         module: Name by which the package is imported.
-        way_out: What to do, a sentence.
+        way_out: Sentence that says what to do.
     """
     if has_package(module):
         return None
@@ -178,7 +178,10 @@ def missing_package(user: str, module: str, way_out: str) -> str | None:
 
 
 def missing_attention(name: str) -> str | None:
-    """About an ``attn_implementation``; transformers finds that of FlashAttention in either package."""
+    """Says that the package of an ``attn_implementation`` is not installed; None if it is, or if none is needed.
+
+    Transformers finds FlashAttention in the package `flash_attn` or in `kernels`.
+    """
     if name != "flash_attention_2" or has_package("flash_attn") or has_package("kernels"):
         return None
     return (
@@ -188,7 +191,7 @@ def missing_attention(name: str) -> str | None:
 
 
 def missing_vllm() -> str | None:
-    """About `VLLMRollout`."""
+    """Says that `VLLMRollout` lacks vLLM; None if it is installed."""
     return None if has_package("vllm") else no_vllm("No module named 'vllm'")
 
 
@@ -201,7 +204,7 @@ def no_vllm(reason: str) -> str:
 
 
 def missing_megatron() -> str | None:
-    """About `--strategy megatron`."""
+    """Says which package `--strategy megatron` needs and lacks, or has in a wrong version; None if none."""
     for package, prefix in MEGATRON_VERSIONS.items():
         version = installed_version(package)
         if not version.startswith(prefix):
@@ -213,7 +216,7 @@ def missing_megatron() -> str | None:
 
 
 def installed_version(package: str) -> str:
-    """Of a distribution; ``none`` if it is not there."""
+    """Returns the version of a distribution; ``none`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -221,7 +224,7 @@ def installed_version(package: str) -> str:
 
 
 def no_gpu() -> str:
-    """Says that there is none, and what to do."""
+    """Says that there is no GPU, and what to do."""
     return (
         "`trainer.accelerator` is `gpu`, but torch finds none on this machine; `verl-fit doctor` says more. To try"
         " the configuration here, add `--trainer.accelerator cpu --trainer.devices 1`."
@@ -229,7 +232,7 @@ def no_gpu() -> str:
 
 
 def has_certainly_no_gpu() -> bool:
-    """Whether torch can find no GPU, which is certain for a build for CPUs, and where the driver is not installed."""
+    """Tells whether torch is sure to find no GPU: on Linux, in a build for CPUs or without NVIDIA's driver."""
     torch = importlib.util.find_spec("torch")
     if sys.platform != "linux" or torch is None or torch.origin is None:
         return False
@@ -248,10 +251,10 @@ def has_certainly_no_gpu() -> bool:
 
 
 def missing_strategy(name: str, module: str) -> str | None:
-    """About a strategy of Lightning's that our modules can't train under.
+    """Says that our modules can't train under a strategy of Lightning's; None for one under which they can.
 
     Args:
-        name: What ``trainer.strategy`` is.
+        name: Value of ``trainer.strategy``.
         module: Name of the class that is trained.
     """
     if name in ("auto", "ddp", "fsdp", "megatron", "single_device"):

@@ -1,4 +1,4 @@
-"""Names for what is at work, which every profiler shows."""
+"""Named ranges of time, which every profiler shows."""
 
 from __future__ import annotations
 

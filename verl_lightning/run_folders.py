@@ -1,4 +1,4 @@
-"""Where runs keep their files: a run's folder, and which checkpoint of which run ``ckpt_path: last`` means."""
+"""Folders in which runs keep their files, and the checkpoint that ``ckpt_path: last`` means."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run_folder(trainer: Trainer) -> str:
 
 
 def shared_run_folder(trainer: Trainer) -> Path:
-    """The same folder on all ranks, where the first one alone knows what a logger has called it. Collective."""
+    """Returns the run's folder on all ranks; rank 0 alone knows what a logger has called it. Collective."""
     return Path(trainer.strategy.broadcast(run_folder(trainer)))
 
 
 def runs_folder(trainer: Trainer) -> str:
-    """The folder in which the first logger makes a folder for each run; without a logger, that of the only one."""
+    """The folder in which the first logger makes one for each run; without a logger, the folder of the only run."""
     logger = trainer.logger
     if logger is None:
         return trainer.default_root_dir
@@ -43,7 +43,7 @@ def runs_folder(trainer: Trainer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LastCheckpoint:
-    """What ``ckpt_path: last`` means."""
+    """The checkpoint that ``ckpt_path: last`` means, and the run that wrote it."""
 
     path: Path
     """The checkpoint."""
@@ -63,7 +63,7 @@ def last_checkpoint(trainer: Trainer) -> LastCheckpoint | None:
     newest of all. Callbacks with a ``dirpath`` share it with all runs, so that the newest one there counts.
 
     Args:
-        trainer: Of the run that is to go on.
+        trainer: Trainer of the run that is to go on.
     """
     found = []
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -77,7 +77,7 @@ def last_checkpoint(trainer: Trainer) -> LastCheckpoint | None:
 
 
 def newest_run(trainer: Trainer) -> LastCheckpoint | None:
-    """The newest run's newest checkpoint, of runs that have one."""
+    """Finds the newest checkpoint of the newest run that has one; None if no run has."""
     parent = Path(runs_folder(trainer))
     version = chosen_version(trainer.logger)
     if trainer.logger is None:
@@ -100,7 +100,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def version_of(run: Path) -> int | str:
-    """A logger's version of a run's folder."""
+    """Returns the version of a run's folder, as a logger gives it: N for ``version_N``, else the folder's name."""
     match = re.fullmatch(r"version_(\d+)", run.name)
     return run.name if match is None else int(match[1])
 
@@ -112,5 +112,5 @@ def number_of(run: Path) -> int:
 
 
 def rank(checkpoint: Path) -> tuple[bool, float]:
-    """Larger for a newer checkpoint, and for one that is meant to be gone on from."""
+    """Returns a sort key: checkpoints named ``last*`` come after all others, and newer ones after older ones."""
     return checkpoint.name.startswith("last"), checkpoint.stat().st_mtime

@@ -19,7 +19,7 @@ def derive_seed(*parts: int | str) -> int:
     """A seed in ``[0, 2**63)`` that depends on all parts and on nothing else.
 
     Args:
-        parts: What the random numbers are for, such as the run's seed, the step, the row and a purpose.
+        parts: Parts that tell what the random numbers are for, such as the run's seed, the step, the row and a purpose.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

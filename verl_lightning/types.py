@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class RowLength(NamedTuple):
-    """How long a row is, in tokens."""
+    """Lengths of a row, in tokens."""
 
     tokens: int
-    """Real ones."""
+    """Real tokens, without padding."""
 
     scored: int
-    """Those that it is trained on."""
+    """Response tokens that are trained on."""
 
     prompt: int
     """Columns from the prompt's first real token on."""
@@ -48,7 +48,7 @@ class TokenBatch:
     """Softmax temperature of every log-probability of these tokens, dimensionless."""
 
     row_lengths: tuple[RowLength, ...] | None = None
-    """Each row's, for whoever must not wait for the device to count; None where the host does not know them."""
+    """Lengths of each row, for code that can't wait for the device to count; None where the host does not know them."""
 
     @property
     def response_ids(self) -> Int[Tensor, "batch response"]:
@@ -65,7 +65,7 @@ class TokenBatch:
         return dataclasses.replace(self._map_tensors(lambda tensor: tensor[rows]), row_lengths=lengths)
 
     def known_lengths(self) -> tuple[RowLength, ...]:
-        """Each row's; counted if need be, which waits for the device."""
+        """Returns the lengths of each row; counts them if need be, which waits for the device."""
         (counted,) = with_lengths([self])
         assert counted.row_lengths is not None
         return counted.row_lengths
@@ -105,13 +105,13 @@ def with_lengths(batches: Sequence[BatchT]) -> list[BatchT]:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device, without holding up the host until that device has done all its work."""
-    # Which from pinned memory alone a copy to a GPU does not.
+    # A copy to a GPU holds up the host unless it is from pinned memory.
     is_upload = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=True)
 
 
 def _last_true(mask: Bool[Tensor, "rows columns"]) -> Int[Tensor, " rows"]:
-    """How many columns reach up to each row's last True."""
+    """Counts the columns up to each row's last True, which is included; 0 for a row without one."""
     if mask.shape[1] == 0:
         return mask.sum(-1)
     return torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
@@ -119,13 +119,13 @@ def _last_true(mask: Bool[Tensor, "rows columns"]) -> Int[Tensor, " rows"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a model says about each response token; heads that it lacks are None."""
+    """Scores of a model for each response token; None for those of heads that it lacks."""
 
     log_probs: Float[Tensor, "batch response"] | None = None
-    """Of the response tokens at the batch's temperature, in nats, float32."""
+    """Log-probabilities of the response tokens at the batch's temperature, in nats, float32."""
 
     entropy: Float[Tensor, "batch response"] | None = None
-    """Of the distribution that each response token was drawn from, in nats, float32."""
+    """Entropy of the distribution that each response token was drawn from, in nats, float32."""
 
     sum_squared_probs: Float[Tensor, "batch response"] | None = None
     """``sum(p**2)`` over the vocabulary of that distribution, float32."""
@@ -139,7 +139,7 @@ class Rollout(TokenBatch):
     """Sampled responses; ``num_samples`` rows in a row belong to one prompt."""
 
     rollout_log_probs: Float[Tensor, "batch response"]
-    """Of the sampled tokens under the engine's policy at ``temperature``, in nats; 0 where masked."""
+    """Log-probabilities of the sampled tokens under the engine's policy at ``temperature``, in nats; 0 where masked."""
 
     is_truncated: Bool[Tensor, " batch"]
     """True where the response met the length limit before its end token."""
@@ -150,25 +150,25 @@ class Rollout(TokenBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(TokenBatch):
-    """What PPO learns from: a rollout with its advantages."""
+    """Experience that PPO learns from: a rollout with its advantages."""
 
     rollout_log_probs: Float[Tensor, "batch response"]
-    """Of the response tokens under the engine's policy, in nats."""
+    """Log-probabilities of the response tokens under the engine's policy, in nats."""
 
     old_log_probs: Float[Tensor, "batch response"]
-    """Of the same tokens under the policy before this iteration's first update, in nats."""
+    """Log-probabilities of the same tokens under the policy before this iteration's first update, in nats."""
 
     advantages: Float[Tensor, "batch response"]
-    """How much better each token was than expected, in units of reward; constant."""
+    """Advantage of each token over what was expected, in units of reward; constant."""
 
     loss_weights: Float[Tensor, "batch response"] | None = None
     """Importance weights of the policy loss, dimensionless, constant; None weighs all alike."""
 
     ref_log_probs: Float[Tensor, "batch response"] | None = None
-    """Of the same tokens under the frozen reference, in nats; None when no KL is used."""
+    """Log-probabilities of the same tokens under the frozen reference, in nats; None when no KL is used."""
 
     values: Float[Tensor, "batch response"] | None = None
     """The critic's values before this iteration's first update; None without a critic."""
 
     returns: Float[Tensor, "batch response"] | None = None
-    """What the critic learns to predict; None without a critic."""
+    """Targets of the critic's values, in units of reward; None without a critic."""

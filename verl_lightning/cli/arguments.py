@@ -1,4 +1,4 @@
-"""What the words on the command line mean, before Lightning and torch are imported."""
+"""Words of the command line, put in order and checked before Lightning and torch are imported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from verl_lightning.faults import NO_PREDICT
 
 SUBCOMMANDS = ("fit", "validate", "test")
-"""What `verl-fit` can do; the first is meant when none is given."""
+"""Subcommands of Lightning's CLI that `verl-fit` offers; the first is meant when none is given."""
 
 HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
-"""A setting as other tools take it, without dashes."""
+"""Pattern of a setting as Hydra takes it, without dashes: `key=value`, `+key=value` or `++key=value`."""
 
 OTHER_SUBCOMMANDS = ("ray", "migrate", "doctor")
-"""Those that are answered without Lightning's CLI."""
+"""Subcommands that are answered without Lightning's CLI."""
 
 
 def normalize_arguments(argv: Sequence[str]) -> list[str]:
@@ -51,7 +51,7 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def check_first_word(word: str = "--") -> None:
-    """Refuses what stands where the first flag should.
+    """Refuses a first word that is not a flag.
 
     Raises:
         ValueError: If it is no flag.
@@ -68,7 +68,7 @@ def check_first_word(word: str = "--") -> None:
 
 
 def about_stray(word: str) -> str:
-    """What is wrong with a word that is neither a flag nor the value of one."""
+    """Says what is wrong with a word that is neither a flag nor the value of one."""
     if word in SUBCOMMANDS:
         return f"the subcommand comes first: `verl-fit {word} ...`."
     if match := HYDRA.fullmatch(word):

@@ -1,4 +1,4 @@
-"""How a renamed class or option is told of: what, since when, gone in which version, and what to use."""
+"""Renamed classes and options: an old name still works, with a warning of what to use and when it will be gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Renamed:
     """The name as users write it, such as `update.ppo_epochs`."""
 
     new: str
-    """What to write in its place."""
+    """The name to write in place of the old one."""
 
     since: str
     """First version that warns."""
@@ -46,7 +46,7 @@ _SHOWN: set[str] = set()
 
 
 def unchanged(value: Any) -> Any:
-    """The value itself: that of an option of which only the name has changed."""
+    """Returns the value itself, for an option of which only the name has changed."""
     return value
 
 
@@ -59,16 +59,16 @@ class RenamedOption(Renamed):
     """
 
     convert: Callable[[Any], Any] = unchanged
-    """From the old option's value to the new one's."""
+    """Function from the old option's value to the new one's."""
 
     def at(self, key: str) -> RenamedOption | None:
-        """This renaming as it is for one key, None if it is of another one."""
+        """Returns this renaming for one key, with the ``*`` filled in; None if it renames other keys."""
         match = re.fullmatch(re.escape(self.old).replace(r"\*", "(.+)"), key)
         return match and replace(self, old=key, new=self.new.replace("*", "".join(match.groups())))
 
     @property
     def place(self) -> str:
-        """The new key, within the group of both."""
+        """The new key, without the group of both keys."""
         return self.new.removeprefix(self.old.rpartition(".")[0] + ".")
 
 
@@ -91,7 +91,7 @@ MOVED_OPTIONS = {
     "fsdp.checkpoint_every": "`fsdp.checkpoint_every` is an option of each model since version 0.1: set"
     " `model.actor.activation_checkpointing` to that number, and `model.critic.model.activation_checkpointing` too."
 }
-"""What to say of old keys whose option is in another group now."""
+"""Error message by old key, for options that are in another group now."""
 
 
 MOVED_MODULES: tuple[Renamed, ...] = tuple(
@@ -106,7 +106,7 @@ MOVED_MODULES: tuple[Renamed, ...] = tuple(
 
 
 def with_moved_modules(text: str) -> str:
-    """YAML with new modules in the place of old ones, which are told of."""
+    """Puts new modules in the place of old ones in YAML text, and warns of each."""
     for moved in MOVED_MODULES:
         pattern = rf"\b{re.escape(moved.old)}(?=\.)"
         if re.search(pattern, text):
@@ -116,7 +116,7 @@ def with_moved_modules(text: str) -> str:
 
 
 def find_renamed(key: str) -> RenamedOption | None:
-    """What became of a key, None if it was not renamed.
+    """Finds the renaming of a key; None if the key was not renamed.
 
     Raises:
         OldKeyError: If its option is in another group now.
@@ -127,10 +127,10 @@ def find_renamed(key: str) -> RenamedOption | None:
 
 
 def renamed_settings(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
-    """Settings of a file with new keys in the place of old ones, which are told of.
+    """Puts new keys in the place of old ones in the settings of a file, and warns of each.
 
     Args:
-        settings: Nested, as they were read.
+        settings: Nested settings, as they were read.
         group: Key of the group that they lie in, with a final dot.
 
     Raises:
@@ -151,14 +151,14 @@ def renamed_settings(settings: Mapping[str, Any], group: str = "") -> dict[str, 
 
 
 def renamed_value(value: Any, group: str) -> Any:
-    """A value with new keys in the place of old ones, where it holds settings."""
+    """Puts new keys in the place of old ones in a value, where it holds settings, and warns of each."""
     if isinstance(value, list):
         return [renamed_value(item, group) for item in value]
     return renamed_settings(value, group) if isinstance(value, dict) else value
 
 
 def renamed_text(text: str, group: str = "") -> str:
-    """YAML with new keys and modules in the place of old ones, which are told of; the text itself without such.
+    """Puts new keys and modules in the place of old ones in YAML text, and warns of each; other text stays as it is.
 
     Args:
         text: A file's content or a flag's value.
@@ -179,7 +179,7 @@ def renamed_text(text: str, group: str = "") -> str:
 
 
 def renamed_flags(words: Sequence[str]) -> Iterator[str]:
-    """Words of a command line with new keys in the place of old ones, which are told of.
+    """Yields the words of a command line with new keys in the place of old ones, and warns of each.
 
     Raises:
         OldKeyError: If a flag's value sets an option by both of its keys, or an option is in another group now.

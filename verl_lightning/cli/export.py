@@ -75,7 +75,8 @@ def export(
     Args:
         ckpt_path: Checkpoint that `fit` wrote, a file, or the folder that `fsdp` or `megatron` makes.
         output: Folder to make.
-        to: A whole model of a run without LoRA, or a LoRA run's adapter, or its model with the adapter merged in.
+        to: Form of the folder: ``hf``, the model of a run without LoRA; ``peft``, a LoRA run's adapter; or ``merged``,
+            its model with the adapter merged in.
         role: Which model of the run.
         config: Settings of the run; None takes the ``config.yaml`` beside the checkpoint or its folder.
         dtype: Stored type of the weights; None leaves them as they were trained.
@@ -118,7 +119,7 @@ def find_config(ckpt_path: Path) -> Path:
 
 
 def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
-    """What a run's settings say of one model, ready to be built without an accelerator.
+    """Reads one model's settings and its head from those of a run, changed so that it is built without an accelerator.
 
     Raises:
         ValueError: If the file is not a run's, or the run had no such model.
@@ -187,7 +188,7 @@ def load_role(ckpt_path: Path, config: ModelConfig, head: Head, role: Role) -> T
 
 
 def changed_weights(weights: Iterator[tuple[str, Tensor]], model: TokenScorer) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, but an error at the end if each of them is the base's.
+    """Yields the same weights, with an error at the end if each of them is equal to the base's.
 
     Raises:
         ValueError: If merging has changed nothing.

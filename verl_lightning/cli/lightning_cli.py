@@ -60,7 +60,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "num_sanity_val_steps": 0,  # a validation batch is sampled from the model, which takes long
     "inference_mode": False,  # inference tensors can't enter a later autograd graph, nor be sharded
 }
-"""Where `verl-fit` differs from Lightning's Trainer."""
+"""Defaults in which `verl-fit` differs from Lightning's Trainer."""
 
 SWITCHES: dict[str, type[Callback]] = {
     "enable_progress_bar": ProgressBar,
@@ -73,7 +73,7 @@ LAST = ("last", "auto")
 """Values of `--ckpt_path` that mean the newest run's checkpoint; `auto` begins anew where there is none."""
 
 STRATEGY_CLASSES = {strategy.__name__: name for name, strategy in STRATEGIES.items()}
-"""Names by class, as both are said."""
+"""Short name of each strategy by the name of its class; users may write either."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -118,7 +118,7 @@ class CLI(OpenCLI):
     Args:
         args: Words after the program's name, or settings as a configuration file has them; by default the words of this
             process. Settings of another subcommand than `fit` have its name under ``subcommand``.
-        run: Whether the subcommand is run; without it ``model``, ``datamodule`` and ``trainer`` are ready for it.
+        run: True to run the subcommand; where False, ``model``, ``datamodule`` and ``trainer`` are ready for it.
     """
 
     def __init__(self, args: Sequence[str] | Mapping[str, Any] | Namespace | None = None, *, run: bool = True) -> None:
@@ -150,7 +150,7 @@ class CLI(OpenCLI):
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the one that is asked for, as building the parser of each takes a while."""
+        """Returns only the subcommand that is asked for, as building the parser of each takes a while."""
         return {self._command: LightningCLI.subcommands()[self._command]}
 
     @override
@@ -251,7 +251,7 @@ class CLI(OpenCLI):
 
     @property
     def ending(self) -> Ending:
-        """Why the run has ended; an evaluation always comes to its end."""
+        """The reason and exit code with which the run has ended; an evaluation always finishes."""
         return ending_of(self.trainer) if self.subcommand == "fit" else FINISHED
 
     def _tell_of_unused_groups(self, trainer: Trainer) -> None:
@@ -288,10 +288,10 @@ class CLI(OpenCLI):
 
 
 def split_settings(args: Mapping[str, Any] | Namespace) -> tuple[str, dict[str, Any]]:
-    """The subcommand of settings, and what they say of it.
+    """Splits settings into the name of their subcommand and the settings of that subcommand.
 
     Args:
-        args: As a configuration file has them, or with the subcommand and its settings below its name.
+        args: Settings as a configuration file has them, or with the subcommand and its settings below its name.
 
     Raises:
         ValueError: If there is no such subcommand.
@@ -313,7 +313,7 @@ def without_switched_off(trainer: Namespace, callbacks: Sequence[Callback]) -> l
 
 
 def slot_help(base: type[Callback]) -> str:
-    """What a callback slot is for, in the words of its base class."""
+    """Says what a callback slot is for, in the words of its base class."""
     first_line = (base.__doc__ or "").strip().splitlines()[0]
     return f"{first_line} null leaves it out."
 
@@ -355,14 +355,14 @@ def check_gpu(accelerator: object) -> None:
     """Say what to do where a file asks for GPUs and there are none; Lightning's error is that it found no backend.
 
     Raises:
-        MisconfigurationException: If so.
+        MisconfigurationException: If there are none.
     """
     if accelerator == "gpu" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
         raise MisconfigurationException(no_gpu())
 
 
 def no_last_checkpoint(trainer: Trainer, command: str) -> str:
-    """What to do where `--ckpt_path last` finds nothing."""
+    """Says what to do where `--ckpt_path last` finds nothing."""
     dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
     folders = [f"`{folder}`" for folder in (runs_folder(trainer), *dirpaths) if folder is not None]
     way_out = " To begin anew where there is none, say `--ckpt_path auto`." if command == "fit" else ""

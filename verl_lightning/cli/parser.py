@@ -126,7 +126,7 @@ class Parser(LightningArgumentParser):
 
         Args:
             written: Part of a configuration file.
-            config: What was read from that part; its classes are resolved.
+            config: Settings that were read from that part; their classes are resolved.
             parent: Key of that part in this parser, with a final dot.
             shown: The same key as the user wrote it.
         """
@@ -159,8 +159,8 @@ class Parser(LightningArgumentParser):
         """Complaints about settings that are null and may not be, which jsonargparse takes for ones without a value.
 
         Args:
-            config: What was read.
-            shown: Key of that part as the user wrote it, with a final dot.
+            config: Settings that were read.
+            shown: Key of these settings as the user wrote it, with a final dot.
         """
         for action in actions_of(self):
             hint, value = type_of(action), config.get(action.dest, ())
@@ -177,7 +177,7 @@ class Parser(LightningArgumentParser):
 
 
 def may_be_null(hint: Any) -> bool:
-    """Whether null is a value of a type; it is one of what has no type."""
+    """Tells whether a type allows null; a missing or unresolved type allows it."""
     return (
         hint in (None, Any, NoneType) or isinstance(hint, str) or any(may_be_null(part) for part in union_parts(hint))
     )

@@ -1,4 +1,4 @@
-"""What the driver must know of a run's settings, read from its command line before anything is built.
+"""Settings of a run that the driver must know, read from its command line before anything is built.
 
 Only to refuse early: torch and Lightning take too long to import for that. What this reading misses (a class of the
 user's, a bad value) is found when the run reads its settings and starts its actors.
@@ -17,10 +17,10 @@ from verl_lightning.ray.cluster import Demand
 from verl_lightning.rewards.pool import RewardConfig
 
 REPLICA = Demand(option="rollout.num_replicas", count=1, cpus=1.0)
-"""What `RayRollout` asks for unless it is told otherwise."""
+"""Engines, and CPUs of each, that `RayRollout` asks for by default."""
 
 GRACE = 300.0
-"""What `Preemption` grants unless it is told otherwise."""
+"""Seconds that `Preemption` grants by default."""
 
 
 def actor_demands(words: Sequence[str], num_workers: int) -> list[Demand]:

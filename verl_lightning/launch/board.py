@@ -1,4 +1,4 @@
-"""Where the workers of a run say how far they are, and read whether to stop: one small actor."""
+"""A small actor on which the workers of a run say how far they are, and read whether to stop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from verl_lightning.ray.actors import on_this_node
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker runs."""
+    """Place where a worker runs: its rank, node and process."""
 
     rank: int
-    """Its rank among all workers."""
+    """Rank of the worker among all workers."""
 
     node: str
-    """Address of its node."""
+    """Address of the worker's node."""
 
     pid: int
-    """Its process there."""
+    """Process id of the worker on that node."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on node {self.node} (process {self.pid})"
@@ -28,17 +28,17 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Where a run keeps what a restart needs."""
+    """Log version and checkpoint folders of a run, which a restart needs."""
 
     log_version: int | str | None
-    """Version of its `ResumableCSVLogger`; None with another logger."""
+    """Version of the run's `ResumableCSVLogger`; None with another logger."""
 
     checkpoint_folders: tuple[str, ...]
-    """Folders in which its callbacks keep a `last` checkpoint."""
+    """Folders in which the run's callbacks keep a `last` checkpoint."""
 
 
 class Board:
-    """What the workers of one run tell its driver; a Ray actor, for it outlives the workers."""
+    """Ray actor that keeps what the workers of one run tell its driver, and outlives the workers."""
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
@@ -49,48 +49,48 @@ class Board:
         self._ending: Ending | None = None
 
     def begin(self, place: Place) -> None:
-        """A worker has started."""
+        """Notes that a worker has started."""
         self._places[place.rank] = place
         self._moments[place.rank] = "setting up"
 
     def enter(self, rank: int, step: int, phase: str) -> None:
-        """A worker enters a phase of a step."""
+        """Notes that a worker enters a phase of a step."""
         self._moments[rank] = f"in phase `{phase}` of step {step}"
 
     def keep_folder(self, folder: RunFolder) -> None:
-        """The run has its folder."""
+        """Notes the run's folder."""
         self._folder = folder
 
     def folder(self) -> RunFolder | None:
-        """The run's folder, if it came so far."""
+        """Returns the run's folder; None if the run did not come so far."""
         return self._folder
 
     def refuse(self, message: str) -> None:
-        """A worker has met a mistake of the user's, which a restart would meet again. The first one counts."""
+        """Notes a mistake of the user's that a worker has met and a restart would meet again. The first one counts."""
         self._refusal = self._refusal or message
 
     def refusal(self) -> str | None:
-        """What the user must change; None if nothing."""
+        """Returns what the user must change, in a sentence; None if nothing."""
         return self._refusal
 
     def stop(self, reason: str) -> None:
-        """Ask the workers to save and end."""
+        """Asks the workers to save and end."""
         self._stop_reason = reason
 
     def stop_reason(self) -> str | None:
-        """Why to save and end; None to go on."""
+        """Returns the reason to save and end; None to go on."""
         return self._stop_reason
 
     def keep_ending(self, ending: Ending) -> None:
-        """The workers have come to an end, and say why."""
+        """Notes that the workers have ended, and why."""
         self._ending = ending
 
     def ending(self) -> Ending | None:
-        """Why the workers have ended; None if they have not."""
+        """Returns why the workers have ended; None if they have not."""
         return self._ending
 
     def describe(self, rank: int) -> str:
-        """Who and where a worker is, and what it did last."""
+        """Says which worker has a rank, where it runs, and what it did last."""
         return f"{self._places.get(rank, f'rank {rank}')}, {self._moments.get(rank, 'not started')}"
 
 

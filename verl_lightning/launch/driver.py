@@ -65,7 +65,7 @@ class StopsWorkers:
         self._since: float | None = None
 
     def hear(self, signum: signal.Signals) -> None:
-        """A signal has come; called in a thread of its own."""
+        """Asks the workers to stop, and ends the driver at a later second signal; called in a thread of its own."""
         if self._since is None:
             self._since = time.monotonic()
             self._board.stop.remote(signum.name)
@@ -84,8 +84,8 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
     """Trains until the end, starting again from the last checkpoint when workers die.
 
     Args:
-        options: Among them how often to start again.
-        demands: What the workers need, then their actors.
+        options: Options of `verl-fit ray`, among them how often to start again.
+        demands: Demand of the workers, then those of their actors.
         words: The command line of `verl-fit`.
     """
     import ray
@@ -108,11 +108,11 @@ def run(options: LaunchOptions, demands: Sequence[Demand], words: list[str]) -> 
 
 
 def fit_once(task: Task, demand: Demand) -> None:
-    """One group of workers, from its start to its end.
+    """Runs one group of workers, from its start to its end.
 
     Args:
-        task: What they do.
-        demand: What each needs.
+        task: Task of every worker.
+        demand: Number of workers, and the resources of each.
 
     Raises:
         TrainingFailedError: If one of them fails or dies, its node is taken away, or there is no room for them.
@@ -141,7 +141,7 @@ def fit_once(task: Task, demand: Demand) -> None:
 
 
 def train_on_worker(config: dict[str, Any]) -> None:
-    """What Ray Train calls in each worker."""
+    """Runs the task in a worker; called by Ray Train in each one."""
     from verl_lightning.launch.worker import train  # late: it imports Lightning, which the driver does without
 
     train(config["task"])
@@ -169,7 +169,7 @@ def check_restart(board: Any, attempt: int, options: LaunchOptions, demands: Seq
 
 
 def describe_failure(error: TrainingFailedError, board: Any) -> str:
-    """Which workers failed, where, in which phase, and how."""
+    """Says which workers failed, where, in which phase, and how."""
     import ray
 
     failures = failures_by_rank(error)
@@ -181,7 +181,7 @@ def describe_failure(error: TrainingFailedError, board: Any) -> str:
 
 
 def failures_by_rank(error: TrainingFailedError) -> dict[int, Exception]:
-    """What went wrong in which workers, in the order of their ranks; nothing if Ray's own part failed."""
+    """Returns the error of each failed worker by its rank, in order of ranks; empty if Ray's own part failed."""
     from ray.train import PreemptionError, WorkerGroupError
 
     if isinstance(error, PreemptionError):
@@ -190,7 +190,7 @@ def failures_by_rank(error: TrainingFailedError) -> dict[int, Exception]:
 
 
 def last_line(error: Exception) -> str:
-    """The end of an error's message, which says most; its name if it has none."""
+    """Returns the last line of an error's message, which says most; the name of its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 

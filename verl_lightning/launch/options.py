@@ -21,7 +21,7 @@ the placement. When a worker dies, all are started again from the last checkpoin
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Which processes Ray starts, and how often again."""
+    """Options of the processes that Ray starts: their number, resources, cluster and restarts."""
 
     num_workers: int
     """Training processes, over all nodes."""
@@ -33,10 +33,10 @@ class LaunchOptions:
     """GPUs that each reserves, 0 or 1; None means one if the cluster has any."""
 
     address: str | None = None
-    """The cluster's, as `ray.init` takes it."""
+    """Address of the cluster, as `ray.init` takes it."""
 
     max_restarts: int = 3
-    """How often the processes may be started again after one has died."""
+    """Number of times that the processes may be started again after one has died."""
 
     wait: float = 0.0
     """Seconds to wait for nodes that the cluster lacks, at the start and after a death."""
@@ -54,7 +54,7 @@ class LaunchOptions:
             raise ValueError(f"`--wait` must not be negative, got {self.wait:g}.")
 
     def demand(self, num_cluster_gpus: float) -> Demand:
-        """What the workers need of a cluster with so many GPUs."""
+        """Returns the resources that the workers need of a cluster with this number of GPUs."""
         gpus = float(num_cluster_gpus > 0) if self.gpus_per_worker is None else float(self.gpus_per_worker)
         return Demand(option="--num-workers", count=self.num_workers, cpus=self.cpus_per_worker, gpus=gpus)
 

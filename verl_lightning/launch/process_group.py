@@ -1,4 +1,4 @@
-"""How Ray's workers make their process group: on the loopback interface, if all are on one machine."""
+"""Process group of Ray's workers, made on the loopback interface if all are on one machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def torch_config(backend: str) -> Any:
-    """What `TorchTrainer` takes.
+    """Makes the `TorchConfig` with which a `TorchTrainer` lets workers of one node meet on the loopback interface.
 
     Args:
         backend: ``nccl`` or ``gloo``.
@@ -38,7 +38,7 @@ def torch_config(backend: str) -> Any:
 
 
 def node_id() -> str:
-    """The node of this worker."""
+    """Returns the id of this worker's node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

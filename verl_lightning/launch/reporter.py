@@ -30,9 +30,9 @@ class Reporter(Callback):
 
     def __init__(self, board: Any) -> None:
         self.board = board
-        """Whom this tells."""
+        """The run's `Board`."""
         self.notice = ""
-        """What Ray has announced of the run's nodes."""
+        """Sentence about nodes that Ray will take away from the run; empty if it has announced nothing."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,6 +88,6 @@ class Reporter(Callback):
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest committed `last` checkpoint of a run."""
+    """Finds the newest committed `last` checkpoint of a run; None if there is none."""
     found = [path for name in folder.checkpoint_folders for path in Path(name).glob("last*")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

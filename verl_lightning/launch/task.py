@@ -1,4 +1,4 @@
-"""What the driver of ``verl-fit ray`` has its workers do."""
+"""Task that the driver of ``verl-fit ray`` gives its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_lightning.launch.board import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every worker is to do."""
+    """Task of every worker: the command line, and where to run it."""
 
     words: list[str]
     """The command line of `verl-fit`."""
@@ -19,10 +19,10 @@ class Task:
     """The driver's working directory, which all nodes share."""
 
     sys_path: list[str]
-    """The driver's, so that classes which a YAML file names are found."""
+    """The driver's ``sys.path``, so that classes which a YAML file names are found."""
 
     board: Any
     """The run's `Board`."""
 
     restart_of: RunFolder | None = None
-    """What an earlier attempt left; None for the first one, or if it left nothing."""
+    """Folders that an earlier attempt left; None for the first attempt, or if the earlier one left nothing."""

@@ -1,4 +1,4 @@
-"""What runs in each worker of Ray Train: the usual command, told of its rank as torchrun tells it."""
+"""Program of each worker of Ray Train: the usual command, told of its rank as torchrun tells it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WorkerCLI(CLI):
     """`verl-fit` in one of Ray's workers.
 
     Args:
-        task: What all workers do.
-        reporter: Tells the driver how far the run is.
+        task: Task of all workers.
+        reporter: Callback that tells the driver how far the run is.
         num_nodes: Nodes with workers.
         devices: Workers on each of them.
     """
@@ -56,7 +56,7 @@ def train(task: Task) -> None:
     """Runs `verl-fit` in a worker of Ray Train.
 
     Args:
-        task: What to do; the same for all workers.
+        task: Task of the worker; the same for all workers.
 
     Raises:
         MisconfigurationException: If the placement does not suit Lightning, or a node lacks the folder.
@@ -85,7 +85,7 @@ def train(task: Task) -> None:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether a restart would meet the same error again, so that the user must change something."""
+    """Tells whether a restart would meet the same error again, so that the user must change something."""
     if isinstance(error, _MISHAPS) or isinstance(error.__cause__, _MISHAPS):
         return False
     return isinstance(error, SystemExit) or is_meant_for_user(error)
@@ -95,7 +95,7 @@ def describe_world(address: str) -> tuple[int, int]:
     """Describes Ray's workers to Lightning in torchrun's words.
 
     Args:
-        address: Of this worker's node.
+        address: Address of this worker's node.
 
     Returns:
         The number of nodes, and of workers on each.

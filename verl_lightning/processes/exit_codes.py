@@ -1,4 +1,4 @@
-"""How a run can end: exit codes for schedulers and scripts, and the words of its files."""
+"""Endings of a run: exit codes for schedulers and scripts, and the words in the run's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
-    """What `verl-fit` ends with. docs/ending.md explains each."""
+    """Exit codes of `verl-fit`. docs/ending.md explains each."""
 
     FINISHED = 0
     FAILED = 1
@@ -19,13 +19,13 @@ class ExitCode(IntEnum):
 
 
 class Ending(NamedTuple):
-    """Why a run has ended."""
+    """Ending of a run: its reason in words, and its exit code."""
 
     words: str
-    """For people, such as ``finished``, ``stopped by EarlyStopping`` or ``ValueError: enough``."""
+    """Reason for people to read, such as ``finished``, ``stopped by EarlyStopping`` or ``ValueError: enough``."""
 
     code: ExitCode
-    """For scripts."""
+    """Exit code for scripts to read."""
 
 
 FINISHED = Ending("finished", ExitCode.FINISHED)

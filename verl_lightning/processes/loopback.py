@@ -9,10 +9,10 @@ ADDRESS = "127.0.0.1"
 
 
 def use_for(*libraries: str) -> None:
-    """Has libraries of collectives listen there, unless the user has named another interface.
+    """Has libraries of collectives listen on the loopback interface, unless the user has named another one.
 
     Args:
-        libraries: Of ``GLOO`` and ``NCCL``.
+        libraries: Names among ``GLOO`` and ``NCCL``.
     """
     interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in libraries:

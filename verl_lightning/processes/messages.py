@@ -25,9 +25,9 @@ def say_once(text: str) -> None:
 
 
 def is_said(text: str) -> bool:
-    """Whether another process of this run on this machine has asked the same before; never for a run of one process.
+    """Tells whether a process of this run on this machine asked for the same text before; False for a one-process run.
 
-    Whoever is first makes an empty file, so that no message must pass between processes that may be dying.
+    Whoever asks first makes an empty file, so that no message must pass between processes that may be dying.
     """
     folder = said_in_run(os.environ)
     if folder is None:
@@ -43,7 +43,7 @@ def is_said(text: str) -> bool:
 
 
 def has_another_failed() -> bool:
-    """Whether another process of this run on this machine has said why it fails."""
+    """Tells whether another process of this run on this machine has said why it fails."""
     folder = said_in_run(os.environ)
     return folder is not None and folder.is_dir()
 
@@ -55,10 +55,10 @@ def said_in_run(environment: Mapping[str, str]) -> Path | None:
 
 
 def run_key(environment: Mapping[str, str]) -> str | None:
-    """A name that only the processes of one run on this machine have; None if it has one, or no list of processes.
+    """Returns a name that a run's processes on this machine share; None for a one-process run, or without ``/proc``.
 
-    It tells what they have in common: who started them, when that began, their port, and how often `torchrun` has
-    started them again.
+    It says what they have in common: the process that started them, when that began, their port, and how often
+    `torchrun` has started them again.
     """
     if "LOCAL_RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) == 1:
         return None
@@ -74,10 +74,10 @@ def run_key(environment: Mapping[str, str]) -> str | None:
 
 
 def began(pid: int) -> int:
-    """When a process began, in ticks of the system's clock.
+    """Returns the time at which a process began, in ticks of the system's clock since its boot.
 
     Raises:
-        OSError: If there is none, or the system does not tell.
+        OSError: If there is no such process, or the system does not tell.
     """
     # The 22nd field; the second may hold spaces.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -18,10 +18,10 @@ from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.messages import RUN_VARIABLE, began, run_key, say_once
 
 IS_SUPPORTED = hasattr(os, "pidfd_open")
-"""Whether the system tells of the end of a process; Linux does."""
+"""True where the system tells of the end of a process; Linux does."""
 
 SURVIVOR_SECONDS = 5.0
-"""How long those that are left may take to end by themselves, such as by the error of a collective."""
+"""Seconds that the surviving processes may take to end by themselves, such as by the error of a collective."""
 
 _LOOK_SECONDS = 0.2  # between two looks for processes that have joined
 
@@ -33,8 +33,8 @@ class Peers:
     ended stays, and tells others how.
 
     Args:
-        folder: Of the run; made if need be.
-        rank: This process's.
+        folder: Folder of the run; made if need be.
+        rank: Rank of this process.
     """
 
     joined: ClassVar[Peers | None] = None
@@ -60,7 +60,7 @@ class Peers:
         draft.replace(file)
 
     def leave(self) -> None:
-        """Goes in good order."""
+        """Leaves in good order: takes away this process's file."""
         self._file.unlink(missing_ok=True)
         with suppress(OSError):  # others are there
             self._file.parent.rmdir()
@@ -81,7 +81,7 @@ class Peers:
                 self._lose(*peers.pop(descriptor))
 
     def newcomers(self) -> dict[Path, tuple[int, int]]:
-        """Files that were not there before, each with a process id and when that began."""
+        """Finds files that were not there before, each with a process id and the time at which that process began."""
         found = {}
         for file in self._file.parent.glob("rank_*"):
             if "." in file.name or file.name in self._seen:
@@ -123,7 +123,7 @@ def announce(rank: int, pid: int) -> None:
     """Has this process watch one that it has started, even if that dies before it joins.
 
     Args:
-        rank: What the other will join as.
+        rank: Rank that the other will join as.
         pid: Its process id.
     """
     if Peers.joined is not None:
@@ -144,12 +144,12 @@ def fail(code: int = ExitCode.FAILED) -> None:
 
 
 def describe_loss(rank: str, pid: int, code: int | None) -> str:
-    """What the others say of a process that has ended.
+    """Says how a process of the run has ended, in the words of those that are left.
 
     Args:
-        rank: Its name.
+        rank: Name of the process, such as ``rank 1``.
         pid: Its process id.
-        code: With which it said that it ends; None if it could not say anything.
+        code: Exit code with which it said that it ends; None if it could not say anything.
     """
     if code == ExitCode.PREEMPTED:
         return f"{rank} (process {pid}) was told to stop, and the run ends with it."
@@ -162,11 +162,11 @@ def describe_loss(rank: str, pid: int, code: int | None) -> str:
 
 
 def open_process(pid: int, start: int) -> int | None:
-    """A descriptor that is ready to read when a process ends; None if it has.
+    """Opens a descriptor that is ready to read when a process ends; None if it has ended.
 
     Args:
         pid: Its process id.
-        start: When it began; another process may have its id by now.
+        start: Time at which it began, as `began` returns it; another process may have its id by now.
     """
     try:
         descriptor = os.pidfd_open(pid)

@@ -13,32 +13,32 @@ from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they end a job: the second is SLURM's usual warning."""
+"""Signals that schedulers send before they end a job: the second is SLURM's usual warning."""
 
 LAST_SECONDS = 10.0
-"""How long a process that must end may take to do it in good order."""
+"""Seconds that a process which must end may take to do it in good order."""
 
 SAME_SECONDS = 1.0
-"""Signals that follow the first so soon count as the same: launchers pass on what their processes get, too."""
+"""Seconds after a first signal in which others count as the same: launchers pass on what their processes get, too."""
 
 _STDERR = 2
 
 
 class Listener(Protocol):
-    """Who is told of signals."""
+    """Object that signals are passed on to."""
 
     def hear(self, signum: signal.Signals) -> None:
-        """Called in a thread of its own, at once."""
+        """Handles a signal at once; called in a thread of its own."""
 
     def meet(self, signum: signal.Signals) -> None:
-        """Called in the main thread, as soon as that runs Python; what it raises comes up there."""
+        """Handles a signal in the main thread, as soon as that runs Python; what it raises comes up there."""
 
 
 class EndSoon:
     """Ends a process that has nothing to save yet: in good order, or without if it can't."""
 
     def hear(self, signum: signal.Signals) -> None:
-        """Gives the main thread some seconds."""
+        """Gives the main thread `LAST_SECONDS` to end the process, then ends it at once."""
         end_after(LAST_SECONDS, f"the process is stuck, and ends at once ({signum.name}).")
 
     def meet(self, signum: signal.Signals) -> None:
@@ -78,7 +78,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     """Has signals told to a listener; in another thread than the main one, which alone may, nothing changes.
 
     Returns:
-        Undoes it.
+        A function that undoes it.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -119,7 +119,7 @@ def say(message: str) -> None:
 
 
 def _forget() -> None:
-    """In a fork: signals have their default effect, and the parent does not hear of them."""
+    """Gives signals in a fork their default effect, so that the parent does not hear of them."""
     if _Watch.made is not None:
         _Watch.made = None
         signal.set_wakeup_fd(-1)

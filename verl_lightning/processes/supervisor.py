@@ -26,9 +26,9 @@ class SupervisedProcess:
     Made by `exec`, not `fork`: the parent may hold CUDA contexts and threads. Ctrl-C is for the parent alone.
 
     Args:
-        module: Whose ``main`` it runs, such as ``verl_lightning.rewards.worker``.
-        arguments: Its command line.
-        options: Of `subprocess.Popen`.
+        module: Module that it runs, such as ``verl_lightning.rewards.worker``.
+        arguments: Command line of the module.
+        options: Options of `subprocess.Popen`.
     """
 
     def __init__(self, module: str, *arguments: str, **options: Any) -> None:
@@ -37,15 +37,15 @@ class SupervisedProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True once it and all that it has started have ended."""
+        """True once the process and all that it has started have ended."""
         return self.popen.poll() is not None
 
     def begin_end(self) -> None:
-        """Has it killed, and all that it has started; does not wait."""
+        """Has the process killed, and all that it has started; does not wait."""
         self.popen.terminate()
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends it and all that it has started; may be called twice.
+        """Ends the process and all that it has started; may be called twice.
 
         Args:
             patience: Seconds in which it may end by itself.

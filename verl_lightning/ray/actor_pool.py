@@ -11,7 +11,7 @@ from verl_lightning.faults import RunError
 from verl_lightning.ray.actors import START_SECONDS, ActorsLostError
 
 MAX_DEATHS = 3
-"""How many actors may die over the same request; then it is the request's fault."""
+"""Number of deaths of actors over the same request at which it is given up, as the request's fault."""
 
 _MAX_IN_FLIGHT = 2  # requests that an actor holds: one in hand, and one that hides the way there and back
 
@@ -36,11 +36,11 @@ class ActorPool:
         self._changed = asyncio.Event()
 
     async def ask(self, cost: float, send: Callable[[Any], Any]) -> Any:
-        """An actor's answer to one request.
+        """Returns an actor's answer to one request.
 
         Args:
-            cost: In any unit, such as tokens.
-            send: Asks an actor; gives the reference of its answer.
+            cost: Cost of the request, in any unit, such as tokens.
+            send: Function that asks an actor and gives the reference of its answer.
 
         Raises:
             RunError: If each actor that is asked dies.
@@ -121,9 +121,9 @@ def share_out(actors: Sequence[Any], costs: Sequence[float], ask: Callable[[Any,
     """Has actors answer requests, as an `ActorPool` does.
 
     Args:
-        actors: Who answers.
-        costs: Of each request, in any unit, such as tokens.
-        ask: Sends an actor the request of this index, and gives the reference of its answer.
+        actors: Actors that answer.
+        costs: Cost of each request, in any unit, such as tokens.
+        ask: Function that sends an actor the request of an index and gives the reference of its answer.
 
     Returns:
         The answers, in the order of the requests.

@@ -12,7 +12,7 @@ from verl_lightning.faults import RunError
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, require
 
 START_SECONDS = 600.0
-"""How long actors may take to be placed and to load what they hold."""
+"""Seconds that actors may take to be placed and to load what they hold."""
 
 _MAX_DEATHS = 2  # of an actor that starts
 
@@ -23,21 +23,21 @@ class ActorsLostError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeEnvironment:
-    """Where the caller runs, so that relative paths and the user's own modules mean the same in an actor."""
+    """Folder and module path of the caller, so that relative paths and the user's modules mean the same in an actor."""
 
     folder: str
     """The working directory."""
 
     sys_path: tuple[str, ...]
-    """Where modules are searched for."""
+    """Folders in which modules are searched for."""
 
     @classmethod
     def here(cls) -> RuntimeEnvironment:
-        """This process's."""
+        """Returns the environment of this process."""
         return cls(folder=os.getcwd(), sys_path=tuple(sys.path))
 
     def enter(self) -> None:
-        """Makes it this process's, as far as this node has it."""
+        """Makes it the environment of this process, as far as this node has it."""
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
         sys.path.extend(path for path in self.sys_path if path not in sys.path)
@@ -56,8 +56,8 @@ def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
 
     Args:
         kind: Class of the actors, with a method ``ready``.
-        demand: How many, and the resources of each.
-        arguments: Of the constructor.
+        demand: Number of actors, and the resources of each.
+        arguments: Arguments of the constructor.
 
     Raises:
         PlacementError: If the cluster can't hold them.
@@ -74,15 +74,15 @@ def await_actors(actors: Sequence[Any], demand: Demand) -> list[Any]:
     """Waits until all actors say that they are ready; ends them if one can't be.
 
     Args:
-        actors: From `start_actors`.
-        demand: What they were started for.
+        actors: Actors that `start_actors` returned.
+        demand: Demand that they were started for.
 
     Returns:
-        What each one's ``ready`` returned.
+        The value that each actor's ``ready`` returned.
 
     Raises:
         PlacementError: If they are not ready in time.
-        ActorsLostError: If one dies each time.
+        ActorsLostError: If one dies each time that it starts.
         Exception: Whatever ``ready`` raises.
     """
     import ray
@@ -111,7 +111,7 @@ def stop_actors(actors: Sequence[Any]) -> None:
 
 
 def take_answer(reference: Any) -> Any:
-    """What an actor answered, or the error that it raised as itself.
+    """Returns an actor's answer, or raises the actor's own error as itself.
 
     Raises:
         ActorsLostError: If the actor died.

@@ -26,7 +26,7 @@ class Demand:
     """Equal bundles of resources, each of which must fit into one node."""
 
     option: str
-    """What the user set to ask for them, such as ``--num-workers``."""
+    """Option by which the user asked for the bundles, such as ``--num-workers``."""
 
     count: int
     """Number of bundles."""
@@ -48,13 +48,13 @@ class Node:
     """One machine of the cluster."""
 
     address: str
-    """Its address, as Ray shows it."""
+    """Address of the machine, as Ray shows it."""
 
     resources: Mapping[str, float]
     """All that it has, in use or not, under Ray's names."""
 
     def room(self, demand: Demand) -> int:
-        """How many of the bundles it can hold."""
+        """Counts the bundles of a demand that the node can hold when nothing else is on it."""
         return min(
             (math.floor(self.resources.get(name, 0.0) / amount + 1e-6) for name, amount in demand.bundle.items()),
             default=demand.count,
@@ -65,8 +65,8 @@ def connect(address: str | None = None) -> None:
     """Joins a cluster, unless this process has joined one.
 
     Args:
-        address: Of the head node, or ``auto`` for a cluster that runs on this machine; None takes ``RAY_ADDRESS``, else
-            a cluster that runs here, or else starts one of this machine alone.
+        address: Address of the head node, or ``auto`` for a cluster that runs on this machine; None takes
+            ``RAY_ADDRESS``, else a cluster that runs here, or else starts one of this machine alone.
 
     Raises:
         ConnectionError: If no cluster answers there.
@@ -95,7 +95,7 @@ def connect_like(address: str) -> None:
     """Joins the cluster that another process of the run has joined or started, maybe on another node.
 
     Args:
-        address: Of that cluster, as Ray shows it.
+        address: Address of that cluster, as Ray shows it.
 
     Raises:
         ConnectionError: If this node is not in that cluster.
@@ -145,7 +145,7 @@ def require(*demands: Demand, wait: float = 0.0, patience: float = _BUSY_SECONDS
 
 
 def shortage(demands: Sequence[Demand], cluster: Sequence[Node]) -> str | None:
-    """Why a cluster could never hold some demands, with the arithmetic; None if it seems that it could.
+    """Says why a cluster could never hold some demands, with the arithmetic; None if it seems that it could.
 
     Args:
         demands: The bundles; no bundle is split over nodes.
@@ -168,7 +168,7 @@ def shortage(demands: Sequence[Demand], cluster: Sequence[Node]) -> str | None:
 
 
 def total(demands: Sequence[Demand]) -> dict[str, float]:
-    """What some demands need together, under Ray's names."""
+    """Sums the resources that some demands need together, under Ray's names."""
     names = dict.fromkeys(name for demand in demands for name in demand.bundle)
     return {name: sum(demand.bundle.get(name, 0.0) * demand.count for demand in demands) for name in names}
 

@@ -30,7 +30,7 @@ def join(address: str | None) -> None:
     """Joins a cluster that runs.
 
     Args:
-        address: Of its head; ``auto`` or None for the one on this machine.
+        address: Address of its head; ``auto`` or None for the one on this machine.
     """
     import ray
 
@@ -52,7 +52,7 @@ def running_address(wanted: str = "") -> str | None:
 
 
 def why_silent(address: str) -> str:
-    """Why nobody answers at an address such as ``10.0.0.1:6379`` or ``ray://HOST:10001``; empty if somebody does."""
+    """Says why nobody answers at an address like ``10.0.0.1:6379`` or ``ray://HOST:10001``; empty if somebody does."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdecimal()):
         return ""  # Ray says what it takes

@@ -1,4 +1,4 @@
-"""Everything that is told of a command line before Lightning is imported."""
+"""The check of a whole command line before Lightning is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_settings(words: Sequence[str]) -> None:
     """Refuses settings that can't be read, or that ask for what this machine has not.
 
     Args:
-        words: Of the command line, as `normalize_arguments` gives them.
+        words: Words of the command line, as `normalize_arguments` gives them.
 
     Raises:
         ValueError: If the real parser or the run is certain to refuse them.

@@ -1,4 +1,4 @@
-"""What a command line may set at its top: the trainer, strategies, the model, its data, and callbacks with a key."""
+"""Options at the top of a command line: the trainer, strategies, the model, its data, and callbacks with a key."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ CHOICES = {
     "profile": "verl_lightning.callbacks.profiler.ProfilerCallback",
     "rollout": "verl_lightning.callbacks.rollout.RolloutCallback",
 }
-"""Base class by key, of what is chosen by a ``class_path``."""
+"""Path of the base class by key, for objects that are chosen by a ``class_path``."""
 
 STRATEGIES = {
     "ddp": "verl_lightning.strategies.ddp.DDPStrategy",
     "fsdp": "verl_lightning.strategies.fsdp.strategy.FSDPStrategy",
     "megatron": "verl_lightning.strategies.megatron.strategy.MegatronStrategy",
 }
-"""Class by key, of what always has settings."""
+"""Path of the class by key, for strategies, whose settings may stand there whichever is chosen."""
 
 ALWAYS = {"preemption": "verl_lightning.modules.preemption.Preemption"}
-"""Class by key, of callbacks that every run has."""
+"""Path of the class by key, for callbacks that every run has."""
 
 PARSERS_OWN = ("config", "help", "print_config", "seed_everything")
 
 
 def root_options(command: str) -> Mapping[str, OptionType] | None:
-    """Everything that a subcommand may be told; None if Lightning is not where it should be."""
+    """Returns the top-level options of a subcommand by name; None if Lightning is not where it should be."""
     trainer = find_class(TRAINER)
     own = None if trainer is None else trainer.arguments(command)
     if trainer is None or own is None:

@@ -1,4 +1,4 @@
-"""What the settings ask of this machine that it does not have."""
+"""Obstacles to a run on this machine: files, packages and devices that the settings ask for and it does not have."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LOGGERS = {
 """Package that each of Lightning's loggers needs."""
 
 LIGHTNINGS_STRATEGIES = ("ddp", "deepspeed", "fsdp", "single", "xla")
-"""How the names of Lightning's own begin."""
+"""Beginnings of the names of Lightning's own strategies."""
 
 
 def obstacles(reading: Reading) -> Iterator[str]:
-    """Sentences about what is missing, the first that the run would meet first."""
+    """Yields sentences about what is missing, in the order in which the run would meet it."""
     yield from about_parts(reading)
     yield from about_strategy(reading)
     yield from about_packages(reading)
@@ -49,7 +49,7 @@ def obstacles(reading: Reading) -> Iterator[str]:
 
 
 def about_parts(reading: Reading) -> Iterator[str]:
-    """A run without a model or without data, or with a seed that is none."""
+    """Yields complaints about a missing model, missing data or a bad seed."""
     if isinstance(seed := reading.get("seed_everything"), int):
         yield from told(wrong_seed(seed))
     if "model" not in reading.mentioned:
@@ -60,7 +60,7 @@ def about_parts(reading: Reading) -> Iterator[str]:
 
 
 def about_strategy(reading: Reading) -> Iterator[str]:
-    """A strategy or accelerator that can't work here."""
+    """Yields complaints about a strategy or accelerator that can't work here."""
     strategy, module = reading.get("trainer.strategy"), reading.own_class("model")
     if isinstance(strategy, str) and module is not None and not reading.has_foreign_classes:
         complaint = missing_strategy(strategy, module)
@@ -76,7 +76,7 @@ def about_strategy(reading: Reading) -> Iterator[str]:
 
 
 def about_packages(reading: Reading) -> Iterator[str]:
-    """Optional packages that are not installed."""
+    """Yields complaints about optional packages that are not installed."""
     if reading.own_class("rollout") == "VLLMRollout":
         yield from told(missing_vllm())
     if reading.own_class("rollout") == "RayRollout":
@@ -95,7 +95,7 @@ def about_packages(reading: Reading) -> Iterator[str]:
 
 
 def about_files(reading: Reading) -> Iterator[str]:
-    """Files and folders that are not there."""
+    """Yields complaints about files and folders that are missing or can't be written to."""
     if isinstance(path := reading.get("trainer.default_root_dir"), str):
         yield from told(unwritable_folder(path))
     if isinstance(path := reading.get("ckpt_path"), str):
@@ -114,7 +114,7 @@ def about_files(reading: Reading) -> Iterator[str]:
 
 
 def about_model(reading: Reading, role: str) -> Iterator[str]:
-    """Folders of one model, and the package of its kernel."""
+    """Yields complaints about the folders of one model, and about the package of its attention kernel."""
     if isinstance(path := reading.get(f"{role}.path"), str):
         yield from told(missing_model(path), role)
     if isinstance(attention := reading.get(f"{role}.attn_implementation"), str):
@@ -124,6 +124,6 @@ def about_model(reading: Reading, role: str) -> Iterator[str]:
 
 
 def told(complaint: str | None, key: str = "") -> Iterator[str]:
-    """The sentence, if there is one, behind the key that it is about."""
+    """Yields the complaint, if there is one, behind the key that it is about."""
     if complaint is not None:
         yield f"`{key}`: {complaint}" if key else complaint

@@ -1,4 +1,4 @@
-"""What values an option allows, as far as that can be told from its annotation."""
+"""Values that an option allows, as far as they can be told from its annotation."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass(frozen=True, kw_only=True)
 class OptionType:
-    """Alternatives, of which a value must fit one."""
+    """Alternatives for the value of an option, which must fit one of them."""
 
     is_open: bool = False
-    """Whether there are others that are not understood, so that no value can be refused."""
+    """True if there are alternatives that are not understood, so that no value can be refused."""
 
     is_null: bool = False
-    """Whether null is one."""
+    """True if null is an alternative."""
 
     scalars: tuple[str, ...] = ()
-    """Among `int`, `float`, `str` and `bool`."""
+    """Names of the scalar types allowed, among `int`, `float`, `str` and `bool`."""
 
     choices: tuple[str, ...] = ()
-    """Words."""
+    """Words allowed, those of a ``Literal``."""
 
     parts: tuple[ClassSource, ...] = ()
-    """Dataclasses, whose options are a group."""
+    """Dataclasses allowed, the options of which form a group."""
 
     bases: tuple[ClassSource, ...] = ()
-    """Classes below which one is chosen."""
+    """Base classes, a subclass of which is chosen."""
 
     items: OptionType | None = None
-    """What a list holds."""
+    """Alternatives for the items of a list; None if no list is allowed."""
 
     @property
     def texts(self) -> list[str]:
@@ -45,12 +45,12 @@ class OptionType:
 
     @property
     def is_group(self) -> bool:
-        """Whether a dataclass is the only alternative, so that its options are those of what has the option."""
+        """True if a dataclass is the only alternative, so that its options count as those of the option's owner."""
         return len(self.parts) == 1 and self == OptionType(parts=self.parts)
 
     @property
     def is_simple(self) -> bool:
-        """Whether all alternatives are scalars, words and null."""
+        """True if all alternatives are scalars, words and null."""
         return not (self.is_open or self.parts or self.bases or self.items)
 
     @property
@@ -62,11 +62,11 @@ class OptionType:
 
     @property
     def takes_words(self) -> bool:
-        """Whether a word may be something else than the name of a class."""
+        """True if a word may be something else than the name of a class."""
         return self.is_open or bool(self.choices) or "str" in self.scalars
 
     def takes(self, value: Any) -> bool:
-        """False only for a value that no simple alternative can be."""
+        """Tells whether a value may fit; False only for one that no simple alternative can be."""
         if value is None or not self.is_simple or isinstance(value, dict | list) or "str" in self.scalars:
             return True
         text = str(value)
@@ -79,7 +79,7 @@ NULL = OptionType(is_null=True)
 
 
 def join(types: Sequence[OptionType]) -> OptionType:
-    """The alternatives of all."""
+    """Joins the alternatives of several types into one type."""
     lists = [part.items for part in types if part.items is not None]
     return OptionType(
         is_open=any(part.is_open for part in types),
@@ -93,7 +93,7 @@ def join(types: Sequence[OptionType]) -> OptionType:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text reads as a number."""
+    """Tells whether a text reads as a number."""
     try:
         float(text)
     except ValueError:

@@ -20,16 +20,16 @@ FILES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose options are being read."""
+    """Class or command whose options are being read."""
 
     key: str
-    """Dotted key of it, with a final dot; empty at the top."""
+    """Dotted key of the owner, with a final dot; empty at the top."""
 
     name: str
-    """A class, or the command."""
+    """Name of the class, or of the command."""
 
     options: Mapping[str, OptionType] | None
-    """What it can be told, None where that is not known."""
+    """Options of the owner by name; None where they are not known."""
 
 
 class Reading:
@@ -42,13 +42,13 @@ class Reading:
     def __init__(self, command: str) -> None:
         self.command = command
         self.values: dict[str, Any] = {}
-        """By key, as far as they are certain."""
+        """Values by dotted key, as far as they are certain."""
         self.classes: dict[str, ClassSource | None] = {}
-        """What was chosen by key; None for a class whose source is not known."""
+        """Chosen class by dotted key; None for a class whose source is not known."""
         self.mentioned: set[str] = set()
-        """First parts of all keys."""
+        """First parts of all keys that were set."""
         self.has_foreign_classes = False
-        """Whether modules of others will be imported, whose classes may then be named without them."""
+        """True once a class of another package is set: its module's classes may then be named without the module."""
         self._top = Owner("", "verl-fit", root_options(command))
 
     def add(self, setting: Setting) -> None:
@@ -85,7 +85,7 @@ class Reading:
     def _put(
         self, owner: Owner, options: Mapping[str, OptionType] | None, group: str, parts: list[str], value: Any
     ) -> None:
-        """A value for the option that lies at these parts below a group of an owner."""
+        """Puts a value at the option whose key has these parts below a group of an owner."""
         name, *rest = parts
         key = f"{group}{name}"
         if not group:
@@ -107,7 +107,7 @@ class Reading:
             self._put(Owner(f"{key}.", chosen.name, chosen.options), chosen.options, f"{key}.", rest, value)
 
     def _set(self, owner: Owner, key: str, kind: OptionType, value: Any) -> None:
-        """A whole value for an option."""
+        """Sets an option to a whole value."""
         choice = kind.choice
         if isinstance(value, dict) and kind.parts:
             self._put_all(self._owner_of_part(owner, key, kind), kind.parts[0].options, f"{key}.", value)
@@ -128,7 +128,7 @@ class Reading:
             self.values[key] = value
 
     def _set_class(self, key: str, kind: OptionType, value: Mapping[Any, Any]) -> None:
-        """A mapping with ``class_path`` and ``init_args`` for an option."""
+        """Sets an option from a mapping with ``class_path`` and ``init_args``."""
         if "class_path" in value:
             self._choose(key, kind, value["class_path"])
         chosen, settings = self.classes.get(key), value.get("init_args")
@@ -136,7 +136,7 @@ class Reading:
             self._put_all(Owner(f"{key}.", chosen.name, chosen.options), chosen.options, f"{key}.", settings)
 
     def _choose(self, key: str, kind: OptionType, name: Any) -> None:
-        """A class for an option, by its name."""
+        """Sets the class of an option by the class's name."""
         before, chosen = self.classes.get(key), None
         if isinstance(name, str) and not name.endswith(FILES):
             chosen = self._find(key, kind, name)
@@ -170,13 +170,13 @@ class Reading:
         return None
 
     def _forget(self, key: str) -> None:
-        """What was said before of an option and of all below it."""
+        """Forgets the value and class of an option, and those of all options below it."""
         for known in (self.values, self.classes):
             for name in [name for name in known if name == key or name.startswith(f"{key}.")]:
                 del known[name]
 
     def _owner_of_part(self, owner: Owner, key: str, kind: OptionType) -> Owner:
-        """Whose options those of a dataclass are: those of a plain group are its owner's."""
+        """Returns the owner of a dataclass's options: those of a plain group belong to the owner of the group."""
         part = kind.parts[0]
         return owner if kind.is_group else Owner(f"{key}.", part.name, part.options)
 
@@ -194,7 +194,7 @@ class Reading:
 
 
 def is_no_group(kind: OptionType, value: Any) -> bool:
-    """Whether a value stands where there can be a group of settings only, or a file that holds them."""
+    """Tells whether a value, itself no file of settings, stands where only a group of settings can be."""
     if not kind.parts or kind != OptionType(parts=kind.parts, is_null=kind.is_null):
         return False
     if isinstance(value, str):
@@ -206,7 +206,7 @@ def check_importable(key: str, name: str) -> None:
     """Refuses a class of a package that is not there.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the package is not there.
     """
     package = name.partition(".")[0]
     if package.isidentifier() and importlib.util.find_spec(package) is None:
@@ -214,7 +214,7 @@ def check_importable(key: str, name: str) -> None:
 
 
 def group_got(key: str, part: ClassSource, value: Any) -> str:
-    """What to write where something else stands in the place of a group of settings."""
+    """Says what to write where another value stands in the place of a group of settings."""
     if value is None:
         return f"`{key}` is a group of settings, got null. Leave it out, or set one of them below it."
     fits = (name for name, kind in (part.options or {}).items() if kind.is_simple and kind.takes(value))

@@ -1,4 +1,4 @@
-"""Classes and their options, read from source files: to import them takes longer than anything that is known early."""
+"""Classes and their options, read from source files, as importing them takes longer than all early checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Source:
     """A parsed module."""
 
     module: str
-    """Its dotted name."""
+    """Dotted name of the module."""
 
     tree: ast.Module
 
@@ -56,22 +56,22 @@ class ClassSource:
 
     @property
     def name(self) -> str:
-        """Without its module."""
+        """Name of the class, without its module."""
         return self.node.name
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of this package."""
+        """True if the class is one of this package."""
         return self.source.module.startswith(f"{PACKAGE}.")
 
     @property
     def is_dataclass(self) -> bool:
-        """Whether its fields are its options."""
+        """True if the class is a dataclass, whose fields are its options."""
         return any("dataclass" in ast.unparse(decorator) for decorator in self.node.decorator_list)
 
     @functools.cached_property
     def options(self) -> Mapping[str, OptionType] | None:
-        """What its constructor takes, by name; None where that can't be told, as for a class that takes any keyword."""
+        """Types of the constructor's arguments by name; None where unknown, as for one that takes any keyword."""
         methods = {node.name: node for node in self.node.body if isinstance(node, ast.FunctionDef)}
         if "__init__" in methods:
             return self.arguments("__init__")
@@ -93,7 +93,7 @@ class ClassSource:
         return found | own
 
     def arguments(self, method: str) -> Mapping[str, OptionType] | None:
-        """What one of its own methods takes, by name; None if it takes any keyword."""
+        """Returns the types of the arguments of one of the class's methods by name; None if it takes any keyword."""
         (node,) = (part for part in self.node.body if isinstance(part, ast.FunctionDef) and part.name == method)
         if node.args.kwarg is not None:
             return None
@@ -105,7 +105,7 @@ class ClassSource:
 
 
 def is_plain_base(base: ast.expr) -> bool:
-    """Whether a base class has no constructor of its own: `Protocol`, `ABC` and the like."""
+    """Tells whether a base class has no constructor of its own: `Protocol`, `ABC` and the like."""
     return ast.unparse(base).partition("[")[0] in ("ABC", "Protocol", "Generic", "NamedTuple", "object")
 
 
@@ -146,7 +146,7 @@ def find_class(name: str, source: Source | None = None) -> ClassSource | None:
 
 
 def find(name: str, source: Source | None) -> tuple[Source, ast.ClassDef | ast.expr] | None:
-    """What a name means, with the module that defines it."""
+    """Finds the definition of a name and the module that holds it, through imports; None if it is not found."""
     seen: set[tuple[str, str]] = set()
     if source is None:
         module, _, name = name.rpartition(".")
@@ -161,7 +161,7 @@ def find(name: str, source: Source | None) -> tuple[Source, ast.ClassDef | ast.e
 
 
 def read_type(node: ast.expr, source: Source) -> OptionType:
-    """What values an annotation allows."""
+    """Reads from an annotation which values it allows."""
     if isinstance(node, ast.Constant):
         if node.value is None:
             return NULL
@@ -183,7 +183,7 @@ def read_type(node: ast.expr, source: Source) -> OptionType:
 
 
 def read_subscript(node: ast.Subscript, source: Source) -> OptionType:
-    """What a generic annotation allows."""
+    """Reads from a generic annotation, such as ``list[int]``, which values it allows."""
     kind = ast.unparse(node.value).rpartition(".")[2]
     inner: Sequence[ast.expr] = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if kind in ("Union", "Optional"):
@@ -221,7 +221,7 @@ def module_files(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def subclasses(base: str, package: str = PACKAGE) -> list[str]:
-    """Names of all classes of a package below one."""
+    """Lists the names of all classes of a package below a base class."""
     known = classes_of(package)
     direct = [name for name, places in known.items() if any(base in bases for _, bases in places)]
     return [below for name in direct for below in (name, *subclasses(name, package))]

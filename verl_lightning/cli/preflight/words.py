@@ -19,20 +19,20 @@ class Setting:
     """A value for a key."""
 
     key: str
-    """Dotted, as the user wrote it; empty for all settings of a file."""
+    """Dotted key, as the user wrote it; empty for all settings of a file."""
 
     value: Any
-    """As YAML reads it."""
+    """The value as YAML reads it."""
 
     file: Path | None = None
-    """Where it stands, None for a flag."""
+    """File in which it stands; None for a flag."""
 
 
 def read_settings(words: Sequence[str]) -> Iterator[Setting]:
     """All settings of a command line, in their order.
 
     Args:
-        words: After the subcommand, as `normalize_arguments` gives them.
+        words: Words after the subcommand, as `normalize_arguments` gives them.
 
     Raises:
         ValueError: If a file is no YAML with settings, or a word is neither a flag nor the value of one.
