@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.profile_report import Interval, StepRecord, summary_rows, summary_table, timeline_page
 from verl_lightning.callbacks.profile_tools import Tool, ToolName, make_tool
+from verl_lightning.faults import closest
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.ranges import named_range
 from verl_lightning.run_folders import shared_run_folder
@@ -133,11 +133,9 @@ class ProfilerCallback(Callback):
                 f"`profile.ranks` asks for rank {wrong[0]}, but there are {trainer.world_size}: ranks count from 0."
             )
         if wrong_phases := [name for name in self.phases or [] if name not in module.phases]:
-            close = difflib.get_close_matches(wrong_phases[0], module.phases, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else ""
             raise ValueError(
                 f"`profile.phases` asks for `{wrong_phases[0]}`, but this training has the phases"
-                f" {', '.join(module.phases)}.{hint}"
+                f" {', '.join(module.phases)}.{closest(wrong_phases[0], module.phases)}"
             )
 
     def _check_others(self, trainer: Trainer) -> None:

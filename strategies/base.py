@@ -61,7 +61,7 @@ class PostTrainingStrategy:
 
         Args:
             config: Options of the model and of its training.
-            head: What the model scores.
+            head: Kind of scores that the model gives: those of a policy, of a critic, or both.
             trainable: False freezes every weight.
         """
         return build_scorer(config, head, trainable=trainable).to(self.root_device)

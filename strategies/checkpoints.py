@@ -30,9 +30,6 @@ class ReadWhole(Protocol):
 class FolderFormat:
     """A kind of folder that a strategy writes checkpoints as."""
 
-    name: str
-    """Name of the strategy, as in `trainer.strategy`."""
-
     settings_file: str
     """Name of the file that holds all but tensors. It is written last, sealed, and tells folders of this format."""
 
@@ -44,7 +41,7 @@ class FolderFormat:
 
     def is_at(self, path: Path) -> bool:
         """Tell whether a folder of this format, with its settings, lies at a path."""
-        return (path / self.settings_file).is_file()
+        return self.settings_of(path).is_file()
 
     def settings_of(self, path: Path) -> Path:
         """Return the path of a folder's settings."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import FrameType
 
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -95,3 +96,9 @@ def innermost(error: BaseException) -> tuple[FrameType, int]:
 def module_of(frame: FrameType) -> str:
     """Name of the module of a frame's code."""
     return str(frame.f_globals.get("__name__", ""))
+
+
+def closest(name: str, names: Collection[str]) -> str:
+    """Asks, with a leading space, whether the closest of some names was meant; empty if none is close."""
+    matches = get_close_matches(name, names, n=1)
+    return f" Did you mean `{matches[0]}`?" if matches else ""

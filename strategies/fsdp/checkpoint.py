@@ -150,7 +150,5 @@ def _shard_like(parameter: Tensor, value: Any) -> Any:
     return value
 
 
-FORMAT = FolderFormat(
-    name="fsdp", settings_file=SETTINGS_FILE, remains=(METADATA_FILE, f"*{DATA_SUFFIX}"), read_whole=read_whole
-)
+FORMAT = FolderFormat(settings_file=SETTINGS_FILE, remains=(METADATA_FILE, f"*{DATA_SUFFIX}"), read_whole=read_whole)
 register_format(FORMAT)

@@ -44,7 +44,7 @@ class MBridge:
 
     Args:
         config: Options of the model and of its training.
-        head: What the model scores.
+        head: Kind of scores that the model gives: those of a policy, of a critic, or both.
         settings: Settings of the strategy.
 
     Raises:

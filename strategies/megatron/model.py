@@ -40,7 +40,7 @@ def build_model(
 
     Args:
         config: Options of the model and of its training.
-        head: What the model scores.
+        head: Kind of scores that the model gives: those of a policy, of a critic, or both.
         trainable: False freezes every weight, and wraps nothing.
         settings: Settings of the strategy.
         ddp_options: Options of the user for models in training.

@@ -244,7 +244,5 @@ def _optimizer_state(folder: _Folder, role: str, model: Mapping[str, Any], group
     return {"state": state, "param_groups": [options | described]}
 
 
-FORMAT = FolderFormat(
-    name="megatron", settings_file=SETTINGS_FILE, remains=("metadata.json",), read_whole=read_portable
-)
+FORMAT = FolderFormat(settings_file=SETTINGS_FILE, remains=("metadata.json",), read_whole=read_portable)
 register_format(FORMAT)

@@ -120,7 +120,7 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     Args:
         bridge: Bridge of the model.
         config: Options of the model and of its training.
-        head: What the model scores.
+        head: Kind of scores that the model gives: those of a policy, of a critic, or both.
         settings: Settings of the strategy.
 
     Raises:

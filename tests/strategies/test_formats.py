@@ -15,7 +15,7 @@ def read_whole(path, *, weights_only, with_optimizers=True):
 
 def test_a_further_strategy_edits_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_FORMATS", [*checkpoints._FORMATS])
-    ours = FolderFormat(name="ours", settings_file="settings.pt", remains=("*.part",), read_whole=read_whole)
+    ours = FolderFormat(settings_file="settings.pt", remains=("*.part",), read_whole=read_whole)
     register_format(ours)
     folder = tmp_path / "step.ckpt"
     folder.mkdir()

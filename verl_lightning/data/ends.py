@@ -40,7 +40,7 @@ class EndFinder:
     def __init__(self, template: ChatTemplate, eos_token: str | None) -> None:
         self.template = template
         self.eos_token = eos_token
-        self._tokens = frozenset(template.added_tokens)
+        self._tokens = template.added_tokens
         self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
 
     def ends(self) -> Ends:

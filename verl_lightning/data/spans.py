@@ -111,8 +111,8 @@ class _TurnFinder:
         if not self.text.startswith(prompt[:begun]):
             raise self._changed(turn)
         raise _TurnError(
-            f"The prompt that the model answers with message {turn + 1} of {len(self.messages)} in"
-            f" {self.renderer.row_name} ends in {prompt[begun:]!r}, where the text of the whole conversation has"
+            f"The prompt that the model answers with {self.renderer.name_of(turn, self.messages)} ends in"
+            f" {prompt[begun:]!r}, where the text of the whole conversation has"
             f" {self.text[begun:][:40]!r}. So the turn can't be trained as the model would say it."
         )
 

@@ -18,6 +18,7 @@ from verl_lightning.launch.task import Task
 from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.signals import LAST_SECONDS, SAME_SECONDS, EndSoon, end_after, end_now, listen
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, require
+from verl_lightning.ray.local import own_handler
 
 if TYPE_CHECKING:
     from ray.train import TrainingFailedError
@@ -131,13 +132,11 @@ def fit_once(task: Task, demand: Demand) -> None:
         ),
         run_config=RunConfig(storage_path=os.path.join(task.folder, "runs", ".ray"), failure_config=never),
     )
-    on_interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit()
-    except SystemExit:  # Ray's answer to Ctrl-C, with the exit code of a success
-        raise SystemExit(ExitCode.INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGINT, on_interrupt)  # Ray's handler asks workers that are gone
+    with own_handler(signal.SIGINT):
+        try:
+            trainer.fit()
+        except SystemExit:  # Ray's answer to Ctrl-C, with the exit code of a success
+            raise SystemExit(ExitCode.INTERRUPTED) from None
 
 
 def train_on_worker(config: dict[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
+
+from verl_lightning.processes.loopback import free_port
 
 
 def torch_config(backend: str) -> Any:
@@ -42,14 +43,6 @@ def node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
-
-
-def free_port() -> int:
-    """A port of this worker's machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def meet(*, backend: str, world_rank: int, world_size: int, port: int, seconds: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+
+from verl_lightning.faults import closest
 
 if TYPE_CHECKING:
     from verl_lightning.modules.base import PostTrainingModule
@@ -40,6 +41,5 @@ def unknown_monitor(callback: Callback, monitor: str, names: Collection[str]) ->
         monitor: Name of the metric.
         names: Names of the metrics that are logged.
     """
-    close = difflib.get_close_matches(monitor, names, n=1)
-    hint = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(f'`{name}`' for name in sorted(names))}."
-    return f"`{type(callback).__name__}` has `monitor: {monitor}`, which nothing logs. {hint}"
+    hint = closest(monitor, names) or f" There are {', '.join(f'`{name}`' for name in sorted(names))}."
+    return f"`{type(callback).__name__}` has `monitor: {monitor}`, which nothing logs.{hint}"

@@ -17,3 +17,11 @@ def use_for(*libraries: str) -> None:
     interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in libraries:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -22,7 +22,7 @@ def start() -> None:
 
     protect_token()
     compat.use_loopback()
-    with own_handler():
+    with own_handler(signal.SIGTERM):
         ray.init(address="local")
 
 
@@ -34,7 +34,7 @@ def join(address: str | None) -> None:
     """
     import ray
 
-    with own_handler():
+    with own_handler(signal.SIGTERM):
         ray.init(address=address)
 
 
@@ -78,13 +78,17 @@ def protect_token() -> None:
 
 
 @contextmanager
-def own_handler() -> Iterator[None]:
-    """Keeps this process's handler of SIGTERM, in whose place Ray puts one that exits."""
+def own_handler(signum: signal.Signals) -> Iterator[None]:
+    """Keeps this process's handler of a signal, in whose place Ray puts its own.
+
+    Args:
+        signum: Signal; for SIGTERM, Ray's handler exits, and for SIGINT it asks workers that are gone.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signum)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signum, handler)

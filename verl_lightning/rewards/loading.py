@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_lightning.rewards.signatures import BoundReward, closest
+from verl_lightning.faults import closest
+from verl_lightning.rewards.signatures import BoundReward
 
 BUILT_IN_REWARDS = {
     "boxed_format": "verl_lightning.rewards.response_format.boxed_format",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
+from verl_lightning.faults import closest
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.returned import RewardMistakeError, check_list, check_reward
 
@@ -185,12 +185,6 @@ def find_convention(signature: inspect.Signature) -> Convention | None:
     """Finds the convention by which a function is called; None for a function that takes a sample."""
     needed = _needed(signature)
     return next((convention for convention in CONVENTIONS if convention.marker in needed), None)
-
-
-def closest(name: str, names: Collection[str]) -> str:
-    """Asks whether the closest of some names was meant; empty if none is close."""
-    matches = get_close_matches(name, names, n=1)
-    return f" Did you mean `{matches[0]}`?" if matches else ""
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:

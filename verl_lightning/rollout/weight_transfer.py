@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
+
+from verl_lightning.processes import loopback
 
 Transfer = Literal["host", "nccl", "ipc"]
 """``host`` copies through the host's memory; ``nccl`` broadcasts between two GPUs; ``ipc`` lends memory of one GPU."""
@@ -108,10 +109,8 @@ class GPUSender:
         """Make the arguments with which the engine's end is started: an address for ``nccl``, none for ``ipc``."""
         if self.transfer == "ipc":
             return {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        address = {"master_address": loopback.ADDRESS, "master_port": loopback.free_port()}
+        return address | {"rank_offset": 1, "world_size": 2}
 
     def join(self, invitation: dict[str, Any]) -> None:
         """Meet the engine, which has this invitation. Collective with it."""

@@ -142,7 +142,10 @@ def module_file(module: str) -> Path | None:
 def find_class(name: str, source: Source | None = None) -> ClassSource | None:
     """The class of a dotted import path, or of a name in a module; None if it is not found."""
     found = find(name, source)
-    return ClassSource(*found) if found is not None and isinstance(found[1], ast.ClassDef) else None  # type: ignore[arg-type]
+    if found is None:
+        return None
+    own_source, definition = found
+    return ClassSource(own_source, definition) if isinstance(definition, ast.ClassDef) else None
 
 
 def find(name: str, source: Source | None) -> tuple[Source, ast.ClassDef | ast.expr] | None:
