@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 ``sort4`` chats, a question and its answer each."""
     return write_chat_file(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def keep_environment() -> Iterator[None]:
+    """Take back what a run in this process sets, such as Lightning's `LOCAL_RANK`: no test depends on others."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from verl_lightning.cli import show_error
 from verl_lightning.cli.deprecation import find_renamed
 from verl_lightning.data.files import read_rows
 from verl_lightning.metrics import Metric
+from verl_lightning.processes.messages import has_another_failed, say_once
 from verl_lightning.rewards.pool import RewardPool
 from verl_lightning.rollout.dispatcher import Dispatcher
 
@@ -95,6 +96,18 @@ def test_what_all_processes_of_a_run_say_is_said_once(tmp_path):
     run = subprocess.run(words, env=names, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
 
     assert run.stderr.splitlines() == ["both", "0", "1"]
+
+
+def test_a_process_that_makes_a_mistake_twice_is_told_twice(tmp_path, monkeypatch, capsys):
+    """As in a notebook, where Lightning has left `LOCAL_RANK` after the first run."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    say_once("twice\n")
+    say_once("twice\n")
+
+    assert capsys.readouterr().err == "twice\n" * 2
+    assert not has_another_failed()
 
 
 class FailsOnRankOne(Callback):

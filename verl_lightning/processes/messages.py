@@ -13,6 +13,9 @@ from pathlib import Path
 RUN_VARIABLE = "VERL_FIT_RUN"
 """Tells the processes that Lightning starts to which run they belong, even if the first one has died by then."""
 
+SAID_HERE: set[Path] = set()
+"""Marks that this process has made: a notebook that makes the same mistake twice is told twice."""
+
 
 def say_once(text: str) -> None:
     """Writes to stderr what no other process of this run on this machine has written.
@@ -25,18 +28,20 @@ def say_once(text: str) -> None:
 
 
 def is_said(text: str) -> bool:
-    """Tells whether a process of this run on this machine asked for the same text before; False for a one-process run.
+    """Tells whether another process of this run on this machine asked for the same text before.
 
     Whoever asks first makes an empty file, so that no message must pass between processes that may be dying.
     """
     folder = said_in_run(os.environ)
     if folder is None:
         return False
+    mark = folder / hashlib.sha256(text.encode()).hexdigest()
     try:
         folder.mkdir(exist_ok=True)
-        (folder / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+        mark.touch(exist_ok=False)
+        SAID_HERE.add(mark)
     except FileExistsError:
-        return True
+        return mark not in SAID_HERE
     except OSError:  # better twice than never
         return False
     return False
@@ -45,7 +50,7 @@ def is_said(text: str) -> bool:
 def has_another_failed() -> bool:
     """Tells whether another process of this run on this machine has said why it fails."""
     folder = said_in_run(os.environ)
-    return folder is not None and folder.is_dir()
+    return folder is not None and folder.is_dir() and bool(set(folder.iterdir()) - SAID_HERE)
 
 
 def said_in_run(environment: Mapping[str, str]) -> Path | None:
