@@ -42,6 +42,7 @@ from typing_extensions import override
 from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.data import PromptDataModule
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import UpdateConfig
@@ -153,12 +154,12 @@ class Meter(Callback):
             "sleep_s": statistics.median(sleep),
         }
 
-    def _measure_engine(self, batch: dict[str, Any]) -> None:
+    def _measure_engine(self, batch: PromptBatch) -> None:
         """Our `generate` and vLLM's own on the same prompts, in turns; of all ranks that share an engine together."""
         from vllm import SamplingParams
 
         engine, sampling = self.rollout._vllm, self.rollout.sampling
-        ids, mask, sharing = batch["prompt_ids"], batch["prompt_mask"], self.rollout.tensor_parallel_size
+        ids, mask, sharing = batch.prompt_ids, batch.prompt_mask, self.rollout.tensor_parallel_size
         seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(ids))]
         prompts = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
         tokens = [{"prompt_token_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]

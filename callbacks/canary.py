@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.modules.base import PostTrainingModule
@@ -50,9 +50,9 @@ class Canary:
         """Takes new prompts next, for a new run."""
         self._tokens = []
 
-    def prompts(self, trainer: Trainer, batch: Mapping[str, Tensor]) -> Prompts:
+    def prompts(self, trainer: Trainer, batch: PromptBatch) -> Prompts:
         """Returns the prompts; if there are none yet, the first ones of the first rank's batch. Collective."""
-        ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+        ids, mask = batch.prompt_ids, batch.prompt_mask
         if not self._tokens:
             rows = slice(NUM_PROMPTS)
             own = Prompts(prompt_ids=ids[rows], prompt_mask=mask[rows], seeds=[]).tokens()

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.callbacks.shared_rollout import own_part, part_of
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.base import SamplingConfig
@@ -36,8 +37,8 @@ class Prefetch:
         generate: Samples them; may be called again if the engine dies.
     """
 
-    def __init__(self, batch: dict[str, Any], weights_step: int, generate: Callable[[], Rollout]) -> None:
-        self.batch = dict(batch)
+    def __init__(self, batch: PromptBatch, weights_step: int, generate: Callable[[], Rollout]) -> None:
+        self.batch = batch
         self.weights_step = weights_step
         self._generate = generate
         self._rollout: Rollout | None = None
@@ -114,7 +115,7 @@ class OneStepOffRollout(RolloutCallback):
 
     @override
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         if not self.overlap:
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -122,9 +123,9 @@ class OneStepOffRollout(RolloutCallback):
         assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
         self._swap(trainer, pl_module, batch, batch_idx)
 
-    def _swap(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any], batch_idx: int) -> None:
+    def _swap(self, trainer: Trainer, module: PostTrainingModule, batch: PromptBatch, batch_idx: int) -> None:
         """Begin to sample this batch, and put in its place the one that was sampled meanwhile."""
-        prefetch, asked, purpose, age = self._prefetch, dict(batch), "train", 0
+        prefetch, asked, purpose, age = self._prefetch, dataclasses.replace(batch), "train", 0
         if prefetch is None:
             super().on_train_batch_start(trainer, module, batch, batch_idx)
             purpose = "ahead"  # the same prompts once more, with other noise
@@ -133,8 +134,7 @@ class OneStepOffRollout(RolloutCallback):
                 rollout = self._take(module, prefetch)
             age = trainer.global_step - prefetch.weights_step
             self._sync(trainer, module, batch)
-            batch.clear()
-            batch.update(prefetch.batch | {"rollout": rollout})
+            batch.take_over(dataclasses.replace(prefetch.batch, rollout=rollout))
         module.log("rollout/staleness", float(age), batch_size=1)
         prompts = self._prompts(trainer, asked, self.sampling, purpose)
         engine, own = self._engine, own_part(prompts, module.contract)
@@ -144,7 +144,7 @@ class OneStepOffRollout(RolloutCallback):
     def _take(self, module: PostTrainingModule, prefetch: Prefetch) -> Rollout:
         """Wait for the responses of all ranks with this rank's data, and return them. Collective."""
         part = self._attempt(module, lambda: prefetch.result(module.trainer.global_step))
-        return self._join(module, part, len(prefetch.batch["row_index"]))
+        return self._join(module, part, len(prefetch.batch))
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
@@ -152,7 +152,7 @@ class OneStepOffRollout(RolloutCallback):
 
     @override
     def _sample(
-        self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
+        self, trainer: Trainer, module: LightningModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         if self._prefetch is not None:
             self._prefetch.settle()
@@ -167,7 +167,7 @@ class OneStepOffRollout(RolloutCallback):
         rollout = self._take(pl_module, prefetch).to(torch.device("cpu"))
         fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
         state = {
-            "row_index": prefetch.batch["row_index"].tolist(),
+            "row_index": prefetch.batch.row_index.tolist(),
             "weights_step": prefetch.weights_step,
             "rollout": fields | {"row_lengths": None},
         }

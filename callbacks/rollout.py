@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.callbacks.shared_rollout import join_parts, own_part
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
@@ -25,9 +26,9 @@ from verl_lightning.types import Rollout
 
 
 class RolloutCallback(Callback):
-    """Adds ``batch["rollout"]`` to each prompt batch and touches nothing else.
+    """Sets ``batch.rollout`` of each prompt batch and touches nothing else.
 
-    When advantages compare with greedy responses, it adds those too, as ``batch["greedy_rollout"]``.
+    When advantages compare with greedy responses, it adds those too, as ``batch.greedy_rollout``.
 
     The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
     validation, so that every response comes from the newest policy.
@@ -85,12 +86,12 @@ class RolloutCallback(Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        batch["rollout"] = self._sample(trainer, pl_module, batch, self.sampling, "train")
-        if getattr(pl_module, "needs_greedy_rollout", False):
+        batch.rollout = self._sample(trainer, pl_module, batch, self.sampling, "train")
+        if cast(SamplingModule, pl_module).needs_greedy_rollout:
             greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
-            batch["greedy_rollout"] = self._sample(trainer, pl_module, batch, greedy, "greedy")
+            batch.greedy_rollout = self._sample(trainer, pl_module, batch, greedy, "greedy")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,22 +111,22 @@ class RolloutCallback(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: dict[str, Any],
+        batch: PromptBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        batch["rollout"] = self._sample(trainer, pl_module, batch, self.val_sampling, "validate")
+        batch.rollout = self._sample(trainer, pl_module, batch, self.val_sampling, "validate")
 
     @override
     def on_test_batch_start(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: dict[str, Any],
+        batch: PromptBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        batch["rollout"] = self._sample(trainer, pl_module, batch, self.val_sampling, "test")
+        batch.rollout = self._sample(trainer, pl_module, batch, self.val_sampling, "test")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -162,7 +163,7 @@ class RolloutCallback(Callback):
         return None
 
     def _sample(
-        self, trainer: Trainer, module: LightningModule, batch: dict[str, Any], sampling: SamplingConfig, purpose: str
+        self, trainer: Trainer, module: LightningModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         assert isinstance(module, PostTrainingModule)  # checked in `setup`
         self._sync(trainer, module, batch)
@@ -187,23 +188,23 @@ class RolloutCallback(Callback):
         ask = functools.partial(self._generate, module)
         return play(ask, prompts, sampling, self.turns, module.tokenizer)
 
-    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
+    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Bring the engine to the newest policy. Collective."""
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
                 self.sync_weights(module)
             self._weights_step = trainer.global_step
 
-    def _prompts(self, trainer: Trainer, batch: dict[str, Any], sampling: SamplingConfig, purpose: str) -> Prompts:
+    def _prompts(self, trainer: Trainer, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> Prompts:
         """Return the prompts that the engine is asked, with a seed for each sample."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
         # Batches, not steps: dynamic sampling may ask a prompt again within a step.
         turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
         seeds = [
             [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
-            for row in batch["row_index"].tolist()
+            for row in batch.row_index.tolist()
         ]
-        return Prompts(prompt_ids=batch["prompt_ids"], prompt_mask=batch["prompt_mask"], seeds=seeds)
+        return Prompts(prompt_ids=batch.prompt_ids, prompt_mask=batch.prompt_mask, seeds=seeds)
 
     def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
         """Return the engine's answers."""
@@ -253,7 +254,7 @@ class HFRollout(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         module = cast(SamplingModule, pl_module)
-        prompts = getattr(getattr(trainer, "datamodule", None), "prompts_per_step", 0)
+        prompts = 0 if module.prompt_source is None else module.prompt_source.prompts_per_step
         sequences = -(-prompts // module.contract.data_parallel_size) * self.sampling.num_samples
         self._most = sequences, module.max_tokens or 0
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
 from verl_lightning.callbacks.samples_page import write_page
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.sampling import SamplingModule
@@ -87,16 +88,17 @@ class SamplesTable(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: dict[str, Any],
+        batch: PromptBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         reward_result: RewardResult = outputs["reward_result"]
-        prompts = batch["rollout"].prompt_index.tolist()
+        assert batch.rollout is not None
+        prompts = batch.rollout.prompt_index.tolist()
         room = self.num_rows - len(self._rows)
         responses = zip(prompts, reward_result.responses, reward_result.known_rewards, strict=True)
         for index, response, reward in islice(responses, room):
-            row = batch["rows"][index]
+            row = batch.rows[index]
             self._rows.append(
                 {
                     "step": trainer.global_step,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,8 +18,10 @@ from verl_lightning.callbacks.engine_beside import Replacements, check_visible, 
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
@@ -179,7 +181,7 @@ class VLLMRollout(OneStepOffRollout):
             path=module.policy_config.path,
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
-            max_model_len=self._max_model_len(module.trainer),
+            max_model_len=self._max_model_len(module),
             dtype=self._dtype(module),
             log_probs_mode=self._log_probs_mode,
             lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
@@ -234,7 +236,7 @@ class VLLMRollout(OneStepOffRollout):
 
     @override
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         pl_module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
@@ -257,7 +259,7 @@ class VLLMRollout(OneStepOffRollout):
             self._weights_step = -1  # sleep forgets the weights
 
     @override
-    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: dict[str, Any]) -> None:
+    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Bring the engine to the newest policy, and see whether it has come there. Collective."""
         if self._weights_step != trainer.global_step:
             with module.phase("update_weights"):
@@ -293,7 +295,7 @@ class VLLMRollout(OneStepOffRollout):
             write_adapter(Path(folder), backbone, weights, fingerprint="")
             self._vllm.load_adapter(Path(folder))
 
-    def _check_canary(self, module: PostTrainingModule, batch: dict[str, Any]) -> None:
+    def _check_canary(self, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
         tokens = min(canary.MAX_TOKENS, self.sampling.max_new_tokens)
         # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
@@ -303,13 +305,13 @@ class VLLMRollout(OneStepOffRollout):
         self._attempt(module, self._vllm.drop_caches)  # others must find the cache as if there were no canary
         self._canary.check(module, rollout, self._dtype(module))
 
-    def _max_model_len(self, trainer: Trainer) -> int | None:
+    def _max_model_len(self, module: PostTrainingModule) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""
-        longest_prompt = getattr(getattr(trainer, "datamodule", None), "max_prompt_length", None)
+        source = cast(SamplingModule, module).prompt_source
         longest_response = max(self.sampling.max_new_tokens, self.val_sampling.max_new_tokens)
         if self.turns is not None:
             longest_response *= 2  # a turn is asked for as many tokens as the shortest conversation has room for
-        return None if longest_prompt is None else longest_prompt + longest_response
+        return None if source is None else source.max_prompt_length + longest_response
 
 
 def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:

@@ -96,7 +96,9 @@ def test_a_resumed_run_measures_the_same(tmp_path, tiny_folder):
 def test_all_ranks_ask_the_prompts_of_the_first():
     told = [[5, 6], [7]]
     trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: told))
-    batch = {"prompt_ids": torch.tensor([[0, 9], [8, 9]]), "prompt_mask": torch.tensor([[False, True], [True, True]])}
+    batch = SimpleNamespace(
+        prompt_ids=torch.tensor([[0, 9], [8, 9]]), prompt_mask=torch.tensor([[False, True], [True, True]])
+    )
 
     prompts = Canary(None).prompts(trainer, batch)
 

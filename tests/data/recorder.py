@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from tests.tiny import tiny_tokenizer
+from verl_lightning.data.prompts import PromptBatch
 
 
 class Recorder(LightningModule):
@@ -24,8 +25,8 @@ class Recorder(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.train_batches.append(batch)
-        if isinstance(batch, dict):
-            self.train_rows.append(batch["row_index"].tolist())
+        if isinstance(batch, PromptBatch):
+            self.train_rows.append(batch.row_index.tolist())
         return self.weight.sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

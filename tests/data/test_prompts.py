@@ -44,14 +44,14 @@ def test_a_batch_is_padded_on_the_left_and_keeps_its_rows(tmp_path):
 
     batch = fit_once(make_data(write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False)).train_batches[0]
 
-    assert tokenizer.batch_decode(batch["prompt_ids"]) == [
+    assert tokenizer.batch_decode(batch.prompt_ids) == [
         "<|user|>sort 7301<|end|><|assistant|>",
         "<|pad|>" * 8 + "<|user|>1<|end|><|assistant|>",
     ]
-    assert torch.equal(batch["prompt_mask"], torch.tensor([[True] * 12, [False] * 8 + [True] * 4]))
-    assert batch["row_index"].tolist() == [0, 1]
-    assert batch["is_duplicate"].tolist() == [False, False]
-    assert batch["rows"] == rows
+    assert torch.equal(batch.prompt_mask, torch.tensor([[True] * 12, [False] * 8 + [True] * 4]))
+    assert batch.row_index.tolist() == [0, 1]
+    assert batch.is_duplicate.tolist() == [False, False]
+    assert batch.rows == rows
 
 
 def test_the_mask_does_not_depend_on_token_values(tmp_path):
@@ -61,8 +61,8 @@ def test_the_mask_does_not_depend_on_token_values(tmp_path):
 
     batch = data.read(data.train_files, tokenizer).batch([0, 1], [False, False])
 
-    assert batch["prompt_mask"].sum(1).tolist() == [4, 5]
-    assert (batch["prompt_ids"] == tokenizer.eos_token_id).sum().item() == 3  # an end token each, and one of padding
+    assert batch.prompt_mask.sum(1).tolist() == [4, 5]
+    assert (batch.prompt_ids == tokenizer.eos_token_id).sum().item() == 3  # an end token each, and one of padding
 
 
 def test_parquet_rows_are_those_of_jsonl_without_what_arrow_added(tmp_path):
@@ -70,7 +70,7 @@ def test_parquet_rows_are_those_of_jsonl_without_what_arrow_added(tmp_path):
     second = make_row("2", prompt=[{"role": "user", "content": "2", "name": "x"}])
     parquet.write_table(pyarrow.Table.from_pylist([first, second]), tmp_path / "a.parquet")
 
-    rows = fit_once(make_data(str(tmp_path / "a.parquet"), shuffle=False)).train_batches[0]["rows"]
+    rows = fit_once(make_data(str(tmp_path / "a.parquet"), shuffle=False)).train_batches[0].rows
 
     assert rows == [first, second]
 
@@ -83,7 +83,7 @@ def test_validation_and_test_see_each_row_once(tmp_path):
     for run in ("validate", "test"):
         module = Recorder()
         getattr(make_trainer(), run)(module, datamodule=data, verbose=False)
-        assert [batch["row_index"].tolist() for batch in module.val_batches] == [[0, 1], [2, 3], [4]]
+        assert [batch.row_index.tolist() for batch in module.val_batches] == [[0, 1], [2, 3], [4]]
 
 
 def test_without_validation_files_nothing_is_validated(tmp_path):
@@ -115,7 +115,7 @@ def test_a_prompt_over_the_limit_stops_the_run_and_says_what_to_do(tmp_path):
 def test_a_prompt_may_be_as_long_as_the_limit(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("1"), make_row("123456")])
 
-    assert fit_once(make_data(file, max_prompt_length=9)).train_batches[0]["prompt_ids"].shape == (2, 9)
+    assert fit_once(make_data(file, max_prompt_length=9)).train_batches[0].prompt_ids.shape == (2, 9)
 
 
 def test_dropping_leaves_long_prompts_out_and_says_how_many(tmp_path, caplog):
@@ -137,7 +137,7 @@ def test_truncating_keeps_the_last_tokens_and_says_how_many(tmp_path, caplog):
         batch = fit_once(data).train_batches[0]
 
     assert "Truncated 1 of 2 rows" in caplog.text
-    assert tiny_tokenizer().decode(batch["prompt_ids"][1]) == "456<|end|><|assistant|>"
+    assert tiny_tokenizer().decode(batch.prompt_ids[1]) == "456<|end|><|assistant|>"
 
 
 def test_refuses_to_drop_everything(tmp_path):

@@ -71,12 +71,12 @@ def test_duplicates_never_count():
     rollout = SimpleNamespace(
         prompt_index=torch.tensor([0, 0, 1, 1]), response_mask=torch.tensor([[True, True], [True, False]] * 2)
     )
-    batch = {
-        "rollout": rollout,
-        "row_index": torch.tensor([7, 0]),
-        "is_duplicate": torch.tensor([False, True]),
-        "rows": [{"data_source": "a"}, {"data_source": "b"}],
-    }
+    batch = SimpleNamespace(
+        rollout=rollout,
+        row_index=torch.tensor([7, 0]),
+        is_duplicate=torch.tensor([False, True]),
+        rows=[{"data_source": "a"}, {"data_source": "b"}],
+    )
     reward_result = SimpleNamespace(
         rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]), is_valid=torch.tensor([True, False, True, True])
     )

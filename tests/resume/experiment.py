@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.runs import make_trainer
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.loggers import ResumableCSVLogger
 
 NUM_STEPS = 5
@@ -30,9 +31,9 @@ class OrderRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(batch, dict):
-            self.rows.append(batch["row_index"].tolist())
-            self.tokens.append(batch["rollout"].input_ids.flatten().tolist())
+        if isinstance(batch, PromptBatch):
+            self.rows.append(batch.row_index.tolist())
+            self.tokens.append(batch.rollout.input_ids.flatten().tolist())
         else:
             self.rows.append([])
             self.tokens.append(batch.input_ids.flatten().tolist())

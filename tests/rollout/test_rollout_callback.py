@@ -44,11 +44,11 @@ def test_remax_gets_a_greedy_response_to_each_prompt(tmp_path, tiny_folder, prom
 
     batch = keeper.train[0]
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    prompts = {"input_ids": batch["prompt_ids"], "attention_mask": batch["prompt_mask"].long()}
-    expected = model.generate(**prompts, max_new_tokens=6, do_sample=False)[:, batch["prompt_ids"].shape[1] :]
-    greedy = batch["greedy_rollout"]
+    prompts = {"input_ids": batch.prompt_ids, "attention_mask": batch.prompt_mask.long()}
+    expected = model.generate(**prompts, max_new_tokens=6, do_sample=False)[:, batch.prompt_ids.shape[1] :]
+    greedy = batch.greedy_rollout
     assert_close(greedy.response_ids, expected[:, : greedy.response_ids.shape[1]])
-    assert batch["rollout"].prompt_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert batch.rollout.prompt_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     assert greedy.prompt_index.tolist() == [0, 1, 2, 3]
 
 
@@ -58,7 +58,7 @@ def test_other_estimators_pay_for_no_greedy_response(tmp_path, tiny_folder, prom
 
     trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
 
-    assert "greedy_rollout" not in keeper.train[0]
+    assert keeper.train[0].greedy_rollout is None
 
 
 def test_each_step_and_sample_draws_its_own_noise_and_validations_draw_the_same(tmp_path, tiny_folder, prompt_file):
@@ -70,10 +70,10 @@ def test_each_step_and_sample_draws_its_own_noise_and_validations_draw_the_same(
 
     make_trainer(tmp_path, rollout, keeper, **options).fit(module, datamodule=make_prompts(prompt_file, prompt_file))
 
-    first, second = (batch["rollout"].response_ids for batch in keeper.train)
+    first, second = (batch.rollout.response_ids for batch in keeper.train)
     assert not torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
-    vals = [batch["rollout"].response_ids for batch in keeper.val]
+    vals = [batch.rollout.response_ids for batch in keeper.val]
     assert_close(vals[0], vals[len(vals) // 2])
     assert not torch.equal(vals[0][0], vals[0][1])
 

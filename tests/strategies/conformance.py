@@ -140,7 +140,7 @@ class Responses(Callback):
         self.by_step: list[dict[int, list[list[int]]]] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        rollout, rows = batch["rollout"], batch["row_index"].tolist()
+        rollout, rows = batch.rollout, batch.row_index.tolist()
         own: dict[int, list[list[int]]] = {row: [] for row in rows}
         for prompt, tokens, mask in zip(
             rollout.prompt_index.tolist(), rollout.response_ids, rollout.response_mask, strict=True
@@ -244,7 +244,7 @@ class GradientProbe(Callback):
             sizes["uneven"] = 1 if contract.data_parallel_rank == 0 else 8
         for aggregation in AGGREGATIONS:
             for cut, size in sizes.items():
-                self.measured[f"{aggregation}, {cut}"] = loss_and_norm(pl_module, batch["rollout"], aggregation, size)
+                self.measured[f"{aggregation}, {cut}"] = loss_and_norm(pl_module, batch.rollout, aggregation, size)
 
 
 def loss_and_norm(module: PPOModule, rollout: Rollout, aggregation: Any, size: int) -> tuple[float, float]:

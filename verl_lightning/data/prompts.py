@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,11 +19,13 @@ from verl_lightning.data.messages import FLAG_KEYS, clean_messages
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
+from verl_lightning.types import Rollout, send
 
 _MAX_SOURCES = 16  # of which rows are shown
 
 
-class PromptBatch(TypedDict):
+@dataclass(kw_only=True)
+class PromptBatch:
     """A batch of prompts; a rollout callback adds ``rollout`` to it."""
 
     prompt_ids: Int[Tensor, "batch prompt"]
@@ -40,6 +42,28 @@ class PromptBatch(TypedDict):
 
     rows: list[dict[str, Any]]
     """All columns of each row: ``data_source``, ``prompt``, ``reward_model``, and whatever else its file has."""
+
+    rollout: Rollout | None = None
+    """Responses to the prompts; None until the rollout callback has sampled them."""
+
+    greedy_rollout: Rollout | None = None
+    """One greedy response to each prompt, where advantages compare with it."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.rows)
+
+    def to(self, device: torch.device) -> PromptBatch:
+        """Return the batch on another device, as Lightning asks of a batch."""
+        moved: dict[str, Any] = {
+            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    def take_over(self, other: PromptBatch) -> None:
+        """Become another batch, in the hands of those who hold this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
 
 class PromptDataset:
@@ -97,7 +121,7 @@ class PromptDataModule(TokenizedDataModule):
     A row has the columns ``prompt`` (a list of messages, or a text that the user says) and ``reward_model`` (an object
     with ``ground_truth``) or ``ground_truth``. It may have ``data_source`` (a name; without it, that of the file),
     ``extra_info`` and any other column, all of which reach the reward function, and ``tools`` and ``enable_thinking``,
-    which reach the chat template. A loader yields ``PromptBatch`` dicts.
+    which reach the chat template. A loader yields ``PromptBatch``es.
 
     At the end of an epoch, prompts that don't fill a whole step are left out; validation leaves out none.
 

@@ -17,6 +17,7 @@ from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import told_of
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
@@ -48,7 +49,7 @@ from verl_lightning.modules.ppo_config import (
 )
 from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
-from verl_lightning.modules.sampling import SamplingModule
+from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
@@ -147,6 +148,7 @@ class PPOModule(SamplingModule):
         return self.actor
 
     @property
+    @override
     def needs_greedy_rollout(self) -> bool:
         """True if the advantages compare with a greedy response to each prompt."""
         return self.advantage.needs_greedy
@@ -256,11 +258,11 @@ class PPOModule(SamplingModule):
         self.print_table(self.plan.table())
 
     @override
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
         table = MetricTable()
-        rollout = self.rollout_of(batch, "rollout")
+        rollout = given_rollout(batch.rollout, "rollout")
         with self.phase("reward"):
-            reward_result = self.judged(rollout, batch["rows"])
+            reward_result = self.judged(rollout, batch.rows)
             greedy = self._greedy_result(batch)
         table.add(reward_result.scores())
         table.add({} if greedy is None else greedy.failures())
@@ -276,7 +278,7 @@ class PPOModule(SamplingModule):
         table.add(metrics)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExperienceListener):
-                rows = batch["rows"] if self.gathering is None else None
+                rows = batch.rows if self.gathering is None else None
                 callback.on_experience(self, scored, experience, rows)
         self._learner().learn(experience, table)
         if self.gathering is not None:
@@ -296,12 +298,12 @@ class PPOModule(SamplingModule):
             if saved.get("model.kl.coef") == self.kl.coef:  # so does a new start of an adaptive one
                 self.kl_coef = checkpoint["kl_coef"]
 
-    def _greedy_result(self, batch: dict[str, Any]) -> RewardResult | None:
+    def _greedy_result(self, batch: PromptBatch) -> RewardResult | None:
         if not self.needs_greedy_rollout:
             return None
-        rollout = self.rollout_of(batch, "greedy_rollout")
+        rollout = given_rollout(batch.greedy_rollout, "greedy_rollout")
         return self._shaped(
-            ScoredRollout(rollout=rollout, reward_result=self.judged(rollout, batch["rows"]))
+            ScoredRollout(rollout=rollout, reward_result=self.judged(rollout, batch.rows))
         ).reward_result
 
     def _shaped(self, scored: ScoredRollout) -> ScoredRollout:

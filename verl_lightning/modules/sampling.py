@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
@@ -26,15 +27,18 @@ from verl_lightning.types import Rollout
 
 @runtime_checkable
 class RolloutSource(Protocol):
-    """A callback that adds ``batch["rollout"]``, with its sampling settings."""
+    """A callback that sets ``batch.rollout``, with its sampling settings."""
 
     sampling: SamplingConfig
     val_sampling: SamplingConfig
 
 
 @runtime_checkable
-class RowSource(Protocol):
-    """A data module that can show rows before a run begins."""
+class PromptSource(Protocol):
+    """A data module of prompts, with its sizes and rows to show before a run begins."""
+
+    prompts_per_step: int
+    max_prompt_length: int
 
     def first_rows(self) -> list[dict[str, Any]]:
         """The first row of each data source."""
@@ -57,6 +61,17 @@ def check_length(name: str, longest: int, sampling: SamplingConfig, limit: int) 
             f"`data.max_prompt_length` and `rollout.{name}.max_new_tokens` add up to {total} tokens, but the"
             f" model reads at most {limit}. Shorten one of them."
         )
+
+
+def given_rollout(rollout: Rollout | None, name: str) -> Rollout:
+    """The responses that the rollout callback added to a batch as ``name``.
+
+    Raises:
+        RunError: If there are none.
+    """
+    if rollout is None:
+        raise RunError(f"the batch holds no `{name}`: the rollout callback must set `batch.{name}` before each step.")
+    return rollout
 
 
 class SamplingModule(PostTrainingModule):
@@ -84,8 +99,19 @@ class SamplingModule(PostTrainingModule):
     @property
     def max_tokens(self) -> int | None:
         """Longest prompt and response together, in tokens; None where the data module does not say."""
-        longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
-        return None if longest is None else longest + self.rollout_source.sampling.max_new_tokens
+        source = self.prompt_source
+        return None if source is None else source.max_prompt_length + self.rollout_source.sampling.max_new_tokens
+
+    @property
+    def prompt_source(self) -> PromptSource | None:
+        """The run's data module, where it is one of prompts; None where prompts come from loaders alone."""
+        data = getattr(self.trainer, "datamodule", None)  # Lightning sets it only where there is one
+        return data if isinstance(data, PromptSource) else None
+
+    @property
+    def needs_greedy_rollout(self) -> bool:
+        """True if the module compares with a greedy response to each prompt."""
+        return False
 
     @override
     def find_identities(self) -> dict[str, Identity]:
@@ -119,19 +145,20 @@ class SamplingModule(PostTrainingModule):
 
     def _check_lengths(self, stage: str) -> None:
         """Refuses responses that are longer than the model reads, before it is built."""
-        longest = getattr(getattr(self.trainer, "datamodule", None), "max_prompt_length", None)
+        source = self.prompt_source
         with told_of("model.actor"), model_must_be_at(self.policy_config.path):
             config = read_config(self.policy_config.path).get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
-        if longest is None or limit is None:
+        if source is None or limit is None:
             return
+        longest = source.max_prompt_length
         if stage == "fit":
             check_length("sampling", longest, self.rollout_source.sampling, limit)
         if stage != "fit" or self.trainer.enable_validation:
             check_length("val_sampling", longest, self.rollout_source.val_sampling, limit)
 
     @override
-    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+    def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         return self._evaluate(batch, dataloader_idx)
 
     @override
@@ -143,7 +170,7 @@ class SamplingModule(PostTrainingModule):
         self._log_evaluation("val")
 
     @override
-    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+    def test_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         return self._evaluate(batch, dataloader_idx)
 
     @override
@@ -181,19 +208,6 @@ class SamplingModule(PostTrainingModule):
             " Add one: `rollout: HFRollout` in the config, or `Trainer(callbacks=[HFRollout(...)])`."
         )
 
-    def rollout_of(self, batch: dict[str, Any], key: str) -> Rollout:
-        """The responses that the rollout callback added to a batch.
-
-        Raises:
-            RunError: If there are none.
-        """
-        if key not in batch:
-            raise RunError(
-                f'the batch holds no `{key}`: the rollout callback must add `batch["{key}"]` before each step.'
-            )
-        rollout: Rollout = batch[key]
-        return rollout
-
     def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Scores responses with the reward function, once for all ranks that see the same data. Collective."""
         contract = self.contract
@@ -204,13 +218,12 @@ class SamplingModule(PostTrainingModule):
         return own.to(rollout.input_ids.device)
 
     def _rows_to_try(self) -> list[dict[str, Any]]:
-        data = getattr(self.trainer, "datamodule", None)
-        return data.first_rows() if isinstance(data, RowSource) else []
+        return [] if self.prompt_source is None else self.prompt_source.first_rows()
 
-    def _evaluate(self, batch: dict[str, Any], loader: int) -> dict[str, Any]:
-        rollout = self.rollout_of(batch, "rollout")
+    def _evaluate(self, batch: PromptBatch, loader: int) -> dict[str, Any]:
+        rollout = given_rollout(batch.rollout, "rollout")
         with self.phase("reward"):
-            reward_result = self.judged(rollout, batch["rows"])
+            reward_result = self.judged(rollout, batch.rows)
         self._scored += scored_responses(batch, reward_result, loader)
         return {"reward_result": reward_result}
 

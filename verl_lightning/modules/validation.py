@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError
 from verl_lightning.functional.pass_at_k import pass_at_k
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.ppo_config import ValidationConfig
-from verl_lightning.types import Rollout
 
 
 class ScoredResponse(NamedTuple):
@@ -28,13 +28,14 @@ class ScoredResponse(NamedTuple):
     """False where the reward function failed: such a response is in no mean."""
 
 
-def scored_responses(batch: dict[str, Any], reward_result: RewardResult, loader: int) -> list[ScoredResponse]:
+def scored_responses(batch: PromptBatch, reward_result: RewardResult, loader: int) -> list[ScoredResponse]:
     """The responses of a batch, without those to prompts that only fill up a rank's last batch."""
-    rollout: Rollout = batch["rollout"]
-    rows, is_duplicate = batch["row_index"].tolist(), batch["is_duplicate"].tolist()
+    rollout = batch.rollout
+    assert rollout is not None
+    rows, is_duplicate = batch.row_index.tolist(), batch.is_duplicate.tolist()
     lengths = rollout.response_mask.sum(-1).tolist()
     return [
-        ScoredResponse(loader, rows[prompt], batch["rows"][prompt]["data_source"], reward, length, valid)
+        ScoredResponse(loader, rows[prompt], batch.rows[prompt]["data_source"], reward, length, valid)
         for prompt, reward, length, valid in zip(
             rollout.prompt_index.tolist(),
             reward_result.rewards.tolist(),

@@ -185,7 +185,7 @@ class GradientTraffic(Callback):
             if model is None:
                 continue
             with Collectives() as counted:
-                pl_module.contract.forward_backward(model, [batch["rollout"]], self._loss)
+                pl_module.contract.forward_backward(model, [batch.rollout], self._loss)
             self.elements[role] = dict(counted.elements)
             self.parameters[role] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for optimizer in trainer.optimizers:
