@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Prompts
 from verl_lightning.seeding import derive_seed
-from verl_lightning.types import Rollout
+from verl_lightning.types import PromptBatch, Rollout
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 16

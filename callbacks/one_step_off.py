@@ -15,13 +15,12 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.callbacks.shared_rollout import own_part, part_of
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.joining import dealt_prompts, join_rollouts, select_prompts
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.types import Rollout
+from verl_lightning.types import PromptBatch, Rollout
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.callbacks.shared_rollout import join_parts, own_part
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
@@ -22,7 +21,7 @@ from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.turns import TurnsConfig, play
 from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.telemetry.memory_plan import EngineMemory
-from verl_lightning.types import Rollout
+from verl_lightning.types import PromptBatch, Rollout
 
 
 class RolloutCallback(Callback):

@@ -14,13 +14,12 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
 from verl_lightning.callbacks.samples_page import write_page
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.run_folders import shared_run_folder
-from verl_lightning.types import Experience, Rollout
+from verl_lightning.types import Experience, PromptBatch, Rollout
 
 COLUMNS = ["step", "data_source", "prompt", "response", "reward"]
 TRAIN_COLUMNS = [*COLUMNS, "advantage"]

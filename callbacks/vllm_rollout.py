@@ -18,7 +18,6 @@ from verl_lightning.callbacks.engine_beside import Replacements, check_visible, 
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import sends_adapters
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
@@ -29,7 +28,7 @@ from verl_lightning.rollout.vllm import VLLMEngine, check_speculation, check_vll
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import choose_transfer
 from verl_lightning.telemetry.memory_plan import EngineMemory
-from verl_lightning.types import Rollout
+from verl_lightning.types import PromptBatch, Rollout
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The frozen dataclasses that cross room borders: what a model scores, what an engine samples, what PPO learns from."""
+"""The dataclasses that cross room borders: prompts, what a model scores, what an engine samples, what PPO learns from."""
 
 from __future__ import annotations
 
@@ -146,6 +146,48 @@ class Rollout(TokenBatch):
 
     prompt_index: Int[Tensor, " batch"]
     """Row of the prompt batch that each response answers; equal for the samples of one group."""
+
+
+@dataclass(kw_only=True)
+class PromptBatch:
+    """A batch of prompts; a rollout callback adds ``rollout`` to it."""
+
+    prompt_ids: Int[Tensor, "batch prompt"]
+    """Tokens of each prompt, padded on the left, up to the header of the assistant's turn."""
+
+    prompt_mask: Bool[Tensor, "batch prompt"]
+    """True on tokens, False on padding."""
+
+    row_index: Int[Tensor, " batch"]
+    """Position of each row in the data files, whatever was dropped before it."""
+
+    is_duplicate: Bool[Tensor, " batch"]
+    """True on rows that only fill up the last validation batches of the ranks; they must not count."""
+
+    rows: list[dict[str, Any]]
+    """All columns of each row: ``data_source``, ``prompt``, ``reward_model``, and whatever else its file has."""
+
+    rollout: Rollout | None = None
+    """Responses to the prompts; None until the rollout callback has sampled them."""
+
+    greedy_rollout: Rollout | None = None
+    """One greedy response to each prompt, where advantages compare with it."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.rows)
+
+    def to(self, device: torch.device) -> PromptBatch:
+        """Return the batch on another device, as Lightning asks of a batch."""
+        moved: dict[str, Any] = {
+            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def take_over(self, other: PromptBatch) -> None:
+        """Become another batch, in the hands of those who hold this one."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
 
 @dataclass(frozen=True, kw_only=True)

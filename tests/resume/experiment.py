@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.runs import make_trainer
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.types import PromptBatch
 
 NUM_STEPS = 5
 TIMINGS = ("timing_", "perf/t")

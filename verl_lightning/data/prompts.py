@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from lightning.fabric.utilities import rank_zero_warn
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -19,51 +17,9 @@ from verl_lightning.data.messages import FLAG_KEYS, clean_messages
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
-from verl_lightning.types import Rollout, send
+from verl_lightning.types import PromptBatch
 
 _MAX_SOURCES = 16  # of which rows are shown
-
-
-@dataclass(kw_only=True)
-class PromptBatch:
-    """A batch of prompts; a rollout callback adds ``rollout`` to it."""
-
-    prompt_ids: Int[Tensor, "batch prompt"]
-    """Tokens of each prompt, padded on the left, up to the header of the assistant's turn."""
-
-    prompt_mask: Bool[Tensor, "batch prompt"]
-    """True on tokens, False on padding."""
-
-    row_index: Int[Tensor, " batch"]
-    """Position of each row in the data files, whatever was dropped before it."""
-
-    is_duplicate: Bool[Tensor, " batch"]
-    """True on rows that only fill up the last validation batches of the ranks; they must not count."""
-
-    rows: list[dict[str, Any]]
-    """All columns of each row: ``data_source``, ``prompt``, ``reward_model``, and whatever else its file has."""
-
-    rollout: Rollout | None = None
-    """Responses to the prompts; None until the rollout callback has sampled them."""
-
-    greedy_rollout: Rollout | None = None
-    """One greedy response to each prompt, where advantages compare with it."""
-
-    def __len__(self) -> int:
-        """Number of prompts."""
-        return len(self.rows)
-
-    def to(self, device: torch.device) -> PromptBatch:
-        """Return the batch on another device, as Lightning asks of a batch."""
-        moved: dict[str, Any] = {
-            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
-
-    def take_over(self, other: PromptBatch) -> None:
-        """Become another batch, in the hands of those who hold this one."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(other, field.name))
 
 
 class PromptDataset:
