@@ -42,7 +42,6 @@ from typing_extensions import override
 from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.data import PromptDataModule
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import UpdateConfig
@@ -50,6 +49,7 @@ from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import Prompts, SamplingConfig
 from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
 from verl_lightning.strategies import STRATEGIES
+from verl_lightning.types import PromptBatch
 
 SHAPES = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

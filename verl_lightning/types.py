@@ -1,4 +1,4 @@
-"""The dataclasses that cross room borders: prompts, what a model scores, what an engine samples, what PPO learns from."""
+"""Dataclasses that cross room borders: prompts, what a model scores, what an engine samples, what PPO learns from."""
 
 from __future__ import annotations
 

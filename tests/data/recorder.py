@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from tests.tiny import tiny_tokenizer
-from verl_lightning.data.prompts import PromptBatch
+from verl_lightning.types import PromptBatch
 
 
 class Recorder(LightningModule):

@@ -17,7 +17,6 @@ from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import told_of
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
@@ -55,7 +54,7 @@ from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.telemetry.step_log import log_step
-from verl_lightning.types import Experience
+from verl_lightning.types import Experience, PromptBatch
 
 
 @runtime_checkable

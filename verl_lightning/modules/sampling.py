@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
@@ -22,7 +21,7 @@ from verl_lightning.modules.validation import ScoredResponse, scored_responses, 
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
-from verl_lightning.types import Rollout
+from verl_lightning.types import PromptBatch, Rollout
 
 
 @runtime_checkable

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from verl_lightning.data.prompts import PromptBatch
 from verl_lightning.faults import RunError
 from verl_lightning.functional.pass_at_k import pass_at_k
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.ppo_config import ValidationConfig
+from verl_lightning.types import PromptBatch
 
 
 class ScoredResponse(NamedTuple):
