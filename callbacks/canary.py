@@ -103,7 +103,7 @@ def gap_message(gap: float, limit: float, step: int) -> str:
         f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
         f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
         " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
-        " compute in different types (`trainer.precision`, `actor.dtype`). If `rollout: HFRollout` trains well from"
-        " here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
+        " compute in different types (`trainer.precision`, `model.actor.dtype`). If `rollout: HFRollout` trains well"
+        " from here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
         " bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
     )

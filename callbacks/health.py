@@ -144,14 +144,14 @@ class HealthMonitor(Callback):
             if entropy >= check.limit:
                 return None
             text = f"`actor/entropy` is {entropy:.4g} nats, below {check.limit:g}"
-            return Finding(text, "Raise `update.entropy_coef` or the temperature, or lower the learning rate.")
+            return Finding(text, "Raise `model.update.entropy_coef` or the temperature, or lower the learning rate.")
         names = KL if name == "kl" else MISMATCH
         high = next((metric for metric in names if metrics.get(metric, -math.inf) > check.limit), None)
         if high is None:
             return None
         advice = {
-            "kl": "Lower the learning rate, or raise `kl.coef`.",
-            "mismatch": "Compare the engine's precision and settings with the trainer's, or add `corrections`.",
+            "kl": "Lower the learning rate, or raise `model.kl.coef`.",
+            "mismatch": "Compare the engine's precision and settings with the trainer's, or add `model.corrections`.",
         }[name]
         return Finding(f"`{high}` is {metrics[high]:.4g} nats, above {check.limit:g}", advice)
 

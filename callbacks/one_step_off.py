@@ -245,8 +245,8 @@ def check_overlap(module: LightningModule) -> None:
     if not module.corrections and module.update.old_log_probs == "trainer":
         raise MisconfigurationException(
             "`rollout.overlap` samples from the policy of one step before, but nothing corrects for that. Add"
-            " `corrections` such as `TruncatedImportanceSampling`, or clip against the engine's log-probs with"
-            " `update.old_log_probs: engine`."
+            " `model.corrections` such as `TruncatedImportanceSampling`, or clip against the engine's log-probs with"
+            " `model.update.old_log_probs: engine`."
         )
     if module.needs_greedy_rollout:
         raise MisconfigurationException(

@@ -1,6 +1,7 @@
 """Needs of a run on its machine: functions say in a sentence what is missing, and return None if nothing is.
 
-They look at files and lists of packages only, so that they can be called before anything heavy is imported.
+They look at files, lists of packages and the addresses of hosts only, so that they can be called before anything heavy
+is imported.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 MEGATRON_VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
 """Beginning that the version of each package must have."""
@@ -38,7 +41,9 @@ def missing_model(path: str) -> str | None:
         return complaint
     if not folder.is_dir():
         is_no_hub_name = path.startswith(("/", ".", "~")) or path.count("/") > 1
-        return no_model(path, f"there is no such folder, looked from `{Path.cwd()}`") if is_no_hub_name else None
+        no_folder = f"there is no such folder, looked from `{Path.cwd()}`"
+        reason = no_folder if is_no_hub_name else unreachable_hub(path)
+        return no_model(path, reason) if reason else None
     if not (folder / "config.json").is_file():
         return no_model(path, "the folder has no `config.json`")
     try:
@@ -52,6 +57,25 @@ def missing_model(path: str) -> str | None:
     for file in weight_files(folder):
         if (complaint := broken_weights(file)) is not None:
             return no_model(path, complaint)
+    return None
+
+
+def unreachable_hub(name: str) -> str | None:
+    """Says that the Hugging Face hub can't be asked for a model that is not in its cache, which would take a minute.
+
+    None if the model is in the cache, or the hub may be reached.
+    """
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    is_cached = (cache / f"models--{name.replace('/', '--')}").is_dir()
+    has_proxy = any(variable.lower() in ("https_proxy", "all_proxy") for variable in os.environ)
+    if is_cached or has_proxy or "HF_HUB_OFFLINE" in os.environ:
+        return None
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return f"there is no such folder, it is not in the cache `{cache}`, and the hub `{host}` can't be reached"
     return None
 
 

@@ -176,7 +176,7 @@ def test_a_folder_that_lacks_weights_is_refused(runs):
     build_scorer(ModelConfig(path=str(run.wrote("critic", "checkpoint-plain"))), "policy", trainable=True)  # tied
 
     with pytest.raises(
-        ValueError, match=r"lacks 1 weights of the model, such as `lm_head\.weight`.*`critic\.model\.path`"
+        ValueError, match=r"lacks 1 weights of the model, such as `lm_head\.weight`.*`model\.critic\.model\.path`"
     ):
         build_scorer(ModelConfig(path=str(untied)), "policy", trainable=True)
 

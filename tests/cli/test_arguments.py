@@ -19,7 +19,7 @@ from verl_lightning.cli import find_config, main, normalize_arguments, shipped_c
         (["--strategy", "ddp", "-c", "base.yaml"], ["fit", "--config", "base.yaml", "--trainer.strategy", "ddp"]),
         (["--strategy=ddp"], ["fit", "--trainer.strategy=ddp"]),
         (["--strategy.x", "1"], ["fit", "--strategy.x", "1"]),
-        (["--a", "1", "--config", "base", "--b"], ["fit", "--config", "base.yaml", "--a", "1", "--b"]),
+        (["--a", "1", "--config", "base", "--b=1"], ["fit", "--config", "base.yaml", "--a", "1", "--b=1"]),
         (["fit", "--print_config"], ["fit", "--print_config"]),
     ],
 )

@@ -32,7 +32,7 @@ FLAGS = [
     ("--model.judge nowhere.Judge", "`model.judge`: No module named 'nowhere'"),
     ("--model tests.cli.toy.ToyOptim", "`model`: expected a subclass of LightningModule or null, got 'tests.cli.toy."),
     ("--model.optim.lr abc", "`model.optim.lr`: expected float, got 'abc'."),
-    ("--model.optim.lr -1", "`optim.lr` must be above 0, got -1.0."),
+    ("--model.optim.lr -1", "`model.optim.lr` must be above 0, got -1.0."),
     ("--model.kind tiny", "`model.kind`: expected one of 'small', 'big', got 'tiny'."),
     ("--model.lora.rank x", "`model.lora.rank`: expected int, got 'x'."),
     ("--trainer.default_root_dir base.yaml/x", "`trainer.default_root_dir: base.yaml/x` can't be made a folder: `/"),
@@ -44,7 +44,12 @@ FLAGS = [
     ("--data.batch_size x", "`data.batch_size`: expected int, got 'x'."),
     ("--trainer.log_every_n_steps x", "`trainer.log_every_n_steps`: expected int or null, got 'x'."),
     ("--trainer.precision 33", "`trainer.precision`: expected one of 64, 32, 16 or one of 'transformer-engine'"),
-    ("--trainer.max_steps", "argument --trainer.max_steps: expected one argument"),
+    ("--trainer.max_steps", "`--trainer.max_steps` needs a value."),
+    ("--model.optim.lr --trainer.max_steps 3", "`--model.optim.lr` needs a value."),
+    ("--data ToyModule", "`data`: there is no class `ToyModule` to choose here. Did you mean `ChatDataModule`?"),
+    ("--trainer.devices 0", "`trainer.devices`: `Trainer(devices='0')` value is not a valid input"),
+    ("--trainer.max_steps -5", "`trainer.max_steps`: `max_steps` must be a non-negative integer or -1"),
+    ("--trainer.max_time soon", "`trainer`: `Timer(duration='soon')` is not a valid duration."),
     ("--strategy dpp", "`trainer.strategy` has no choice 'dpp'. Did you mean `ddp`?"),
     ("--strategy megatron_lm", "`trainer.strategy` has no choice 'megatron_lm'. Did you mean `megatron`?"),
     (
@@ -126,6 +131,15 @@ def test_run_without_a_model_is_refused(refuse):
 def test_help_of_an_unknown_class_names_the_closest(refuse):
     said = refuse("fit", "--model.help", "ToyModul")
     assert said == "`model.help`: there is no class `ToyModul` to choose here. Did you mean `ToyModule`?"
+
+
+def test_users_code_that_fails_is_told_with_its_place(refuse, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    (folder / "mine.py").write_text("\nraise RuntimeError('boom')\n")
+
+    said = refuse("--config", "base.yaml", "--trainer.callbacks+=mine.Callback")
+
+    assert said.startswith(f"`trainer.callbacks`: boom (RuntimeError in `{folder / 'mine.py'}`, line 2)")
 
 
 def test_suggestion_ignores_the_group_that_both_share():

@@ -72,7 +72,7 @@ def test_ppo_trains_and_its_saved_settings_repeat_it(ppo_config, folder):
             "`model.actor.optim.lrr` is not a setting of `PPOModule`. Did you mean `model.ac",
         ),
         ("--model.advantage GRP", "`model.advantage`: there is no class `GRP` to choose here. Did you mean `GRPO`?"),
-        ("--model.update.micro_batch_size 0", "`update.micro_batch_size` must be"),
+        ("--model.update.micro_batch_size 0", "`model.update.micro_batch_size` must be"),
         ("--rollout.sampling.temperatur 1", "`rollout.sampling.temperatur` is not a setting of `HFRollout`. Did you"),
         ("--data.prompt_per_step 1", "`data.prompt_per_step` is not a setting of `PromptDataModule`. Did you mean"),
     ],

@@ -271,9 +271,9 @@ def test_bad_names_are_refused_before_training(tiny_folder, lora, message):
 def test_a_model_that_samples_nothing_has_no_engine_to_send_adapters_to(tiny_folder):
     config = make_model_config(tiny_folder, lora=LoraConfig(merge_for_rollout=False))
 
-    with pytest.raises(ValueError, match=r"`actor\.lora\.merge_for_rollout` has no effect"):
+    with pytest.raises(ValueError, match=r"`model\.actor\.lora\.merge_for_rollout` has no effect"):
         SFTModule(config)
-    with pytest.raises(ValueError, match=r"`critic\.model\.lora\.merge_for_rollout` has no effect"):
+    with pytest.raises(ValueError, match=r"`model\.critic\.model\.lora\.merge_for_rollout` has no effect"):
         CriticConfig(model=config)
 
 

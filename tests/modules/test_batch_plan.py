@@ -47,17 +47,19 @@ def test_a_token_budget_is_shown_and_must_hold_a_sequence():
         return BatchPlan(prompts_per_step=32, num_samples=4, data_parallel_size=2, update=update, max_tokens=100)
 
     assert plan(100).micro_batches == "as many as lengths need x 100 tokens"
-    with pytest.raises(ValueError, match=r"`update\.max_tokens_per_micro_batch` \(99\) is less than one sequence may"):
+    with pytest.raises(
+        ValueError, match=r"`model\.update\.max_tokens_per_micro_batch` \(99\) is less than one sequence may"
+    ):
         plan(99)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mini": 12}, r"`update\.mini_batch_size` \(12 prompts\) must divide the prompts of a step \(32, "),
-        ({"mini": 64}, r"`update\.mini_batch_size` \(64 prompts\) must divide the prompts of a step \(32, "),
+        ({"mini": 12}, r"`model\.update\.mini_batch_size` \(12 prompts\) must divide the prompts of a step \(32, "),
+        ({"mini": 64}, r"`model\.update\.mini_batch_size` \(64 prompts\) must divide the prompts of a step \(32, "),
         ({"mini": 8, "data_parallel_size": 3}, r"must be a multiple of the number of data-parallel ranks \(3\)"),
-        ({"mini": 1}, r"`update\.mini_batch_size` \(1 prompts over all ranks\) must be a multiple"),
+        ({"mini": 1}, r"`model\.update\.mini_batch_size` \(1 prompts over all ranks\) must be a multiple"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
@@ -67,5 +69,5 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 
 @pytest.mark.parametrize("name", ["mini_batch_size", "micro_batch_size", "epochs"])
 def test_sizes_are_at_least_one(name):
-    with pytest.raises(ValueError, match=rf"`update\.{name}` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=rf"`model\.update\.{name}` must be at least 1, got 0"):
         UpdateConfig(**{name: 0})

@@ -29,8 +29,8 @@ from verl_lightning.rollout.base import SamplingConfig
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        ({"gradient_clip_val": 1.0}, r"Set `actor\.optim\.max_grad_norm`"),
-        ({"accumulate_grad_batches": 2}, r"Set `update\.mini_batch_size` and `update\.micro_batch_size`"),
+        ({"gradient_clip_val": 1.0}, r"Set `model\.actor\.optim\.max_grad_norm`"),
+        ({"accumulate_grad_batches": 2}, r"Set `model\.update\.mini_batch_size` and `model\.update\.micro_batch_size`"),
     ],
 )
 def test_trainer_options_that_do_not_reach_ppo(tmp_path, tiny_folder, prompt_file, options, way_out):
@@ -42,8 +42,8 @@ def test_trainer_options_that_do_not_reach_ppo(tmp_path, tiny_folder, prompt_fil
 @pytest.mark.parametrize(
     ("make_callback", "way_out"),
     [
-        (lambda: GradientAccumulationScheduler({0: 2}), r"Set `update\.mini_batch_size`"),
-        (BatchSizeFinder, r"The memory plan .* set `update\.micro_batch_size`"),
+        (lambda: GradientAccumulationScheduler({0: 2}), r"Set `model\.update\.mini_batch_size`"),
+        (BatchSizeFinder, r"The memory plan .* set `model\.update\.micro_batch_size`"),
         (lambda: ModelCheckpoint(train_time_interval=timedelta(minutes=1)), r"Use `every_n_train_steps`"),
         (lambda: StochasticWeightAveraging(swa_lrs=1e-3), r"Use Lightning's `EMAWeightAveraging`"),
         (LearningRateFinder, r"Compare short runs"),
@@ -67,7 +67,11 @@ def test_callbacks_that_do_nothing_under_ppo(tmp_path, tiny_folder, prompt_file,
             {"validation": ValidationConfig(pass_k=[1, 4])},
             r"asks for pass@4, but.* is 1\. Sample at least 4",
         ),
-        ({}, {"update": UpdateConfig(mini_batch_size=3)}, r"`update\.mini_batch_size` \(3 prompts\) must divide"),
+        (
+            {},
+            {"update": UpdateConfig(mini_batch_size=3)},
+            r"`model\.update\.mini_batch_size` \(3 prompts\) must divide",
+        ),
         ({"top_p": 0.9}, {"update": UpdateConfig(old_log_probs="engine")}, r"a part of the vocabulary where"),
     ],
 )
@@ -108,19 +112,19 @@ def test_ppo_without_a_rollout_callback(tmp_path, tiny_folder, prompt_file):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"advantage": GAE()}, r"`GAE` needs values: set `critic`"),
-        ({"critic": CriticConfig()}, r"`GRPO` uses no critic: set `critic: null`"),
+        ({"advantage": GAE()}, r"`GAE` needs values: set `model.critic`"),
+        ({"critic": CriticConfig()}, r"`GRPO` uses no critic: set `model.critic: null`"),
         (
             {"advantage": GAE(), "critic": CriticConfig(epochs=2)},
-            r"`critic\.epochs` \(2\) must equal `update",
+            r"`model\.critic\.epochs` \(2\) must equal `model\.update",
         ),
         (
             {"advantage": GDPO({"format": 1.0}), "shaping": ShapingConfig(overlong_buffer=2)},
-            r"`shaping\.overlong_buffer` lowers the score, which `GDPO` does not read",
+            r"`model\.shaping\.overlong_buffer` lowers the score, which `GDPO` does not read",
         ),
         (
             {"advantage": GDPO({"format": 1.0}), "kl": KLConfig(place="reward", estimator="k1")},
-            r"`kl\.place: reward` lowers the score, which `GDPO` does not read",
+            r"`model\.kl\.place: reward` lowers the score, which `GDPO` does not read",
         ),
     ],
 )
@@ -132,10 +136,16 @@ def test_estimators_and_critics_that_do_not_fit(tiny_folder, parts, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KLConfig(horizon=100), r"`kl\.horizon` says how soon .* give a target, or leave it out"),
-        (lambda: ShapingConfig(overlong_penalty=0.5), r"`shaping\.overlong_penalty` needs `shaping\.overlong_buffer`"),
-        (lambda: ValidationConfig(pass_k=[1, 0]), r"`validation\.pass_k` counts responses, at least 1, got \[1, 0\]"),
-        (lambda: CriticConfig(warmup_steps=-1), r"`critic\.warmup_steps` must not be negative, got -1"),
+        (lambda: KLConfig(horizon=100), r"`model\.kl\.horizon` says how soon .* give a target, or leave it out"),
+        (
+            lambda: ShapingConfig(overlong_penalty=0.5),
+            r"`model\.shaping\.overlong_penalty` needs `model\.shaping\.overlong_buffer`",
+        ),
+        (
+            lambda: ValidationConfig(pass_k=[1, 0]),
+            r"`model\.validation\.pass_k` counts responses, at least 1, got \[1, 0\]",
+        ),
+        (lambda: CriticConfig(warmup_steps=-1), r"`model\.critic\.warmup_steps` must not be negative, got -1"),
     ],
 )
 def test_options_without_effect(make, message):
@@ -146,7 +156,9 @@ def test_options_without_effect(make, message):
 def test_a_decay_without_an_end(tmp_path, tiny_folder, prompt_file):
     actor = make_model_config(tiny_folder, optim=OptimConfig(lr=1e-3, schedule="cosine"))
     trainer = make_trainer(tmp_path, make_rollout(), max_steps=-1, max_epochs=1)
-    with pytest.raises(ValueError, match=r"`optim\.schedule: cosine` ends at `trainer\.max_steps`.*got -1"):
+    with pytest.raises(
+        ValueError, match=r"`model\.actor\.optim\.schedule: cosine` ends at `trainer\.max_steps`.*got -1"
+    ):
         trainer.fit(make_ppo(tiny_folder, actor=actor), datamodule=make_prompts(prompt_file))
 
 

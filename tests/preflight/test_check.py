@@ -23,6 +23,7 @@ def folder(tmp_path, tiny_folder, prompt_file, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     settings = make_settings(tiny_folder, prompt_file, max_steps=1, logger=False)
     Path("base.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # else it depends on the network what a hub name is told
     return tmp_path
 
 
@@ -183,6 +184,18 @@ def test_an_evaluation_needs_its_own_files_only():
     check_settings(normalize_arguments(["validate", *words]))
     with pytest.raises(ValueError, match=r"`data.test_files`: The data file `no.jsonl` does not exist"):
         check_settings(normalize_arguments(["test", *words, "--data.test_files", "no.jsonl"]))
+
+
+def test_a_model_of_an_unreachable_hub_is_refused_unless_the_cache_has_it(monkeypatch, tmp_path):
+    def no_network(host, port):
+        raise OSError
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    assert "the hub `127.0.0.1` can't be reached" in refusal("--model.actor.path", "org/model")
+    (tmp_path / "models--org--model").mkdir()
+    check_settings(normalize_arguments(["--config", "base.yaml", "--model.actor.path", "org/model"]))
 
 
 ALLOWED = [

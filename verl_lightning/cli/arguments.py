@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -15,6 +16,9 @@ SUBCOMMANDS = ("fit", "validate", "test")
 
 HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 """Pattern of a setting as Hydra takes it, without dashes: `key=value`, `+key=value` or `++key=value`."""
+
+STANDS_ALONE = re.compile(r"-h|--(.+\.)?(help|print_config|print_shtab|print_shtab=.*)")
+"""Pattern of a flag that needs no value."""
 
 OTHER_SUBCOMMANDS = ("ray", "migrate", "doctor")
 """Subcommands that are answered without Lightning's CLI."""
@@ -31,7 +35,7 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: If a configuration is neither a file nor the name of a shipped one.
-        ValueError: If `--config` has no value, or the first word is neither a flag nor a subcommand.
+        ValueError: If a flag has no value, or the first word is neither a flag nor a subcommand.
     """
     named = bool(argv) and argv[0] in SUBCOMMANDS
     command, rest = (argv[0], argv[1:]) if named else (SUBCOMMANDS[0], argv)
@@ -47,7 +51,19 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
             flags.append("--trainer.strategy" + equals + value)
         else:
             flags.append(word)
+    check_values(flags)
     return [command, *configs, *flags]
+
+
+def check_values(flags: Sequence[str]) -> None:
+    """Refuses a flag at whose value's place stands another flag, or nothing.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for flag, value in itertools.zip_longest(flags, flags[1:], fillvalue="--"):
+        if flag.startswith("--") and "=" not in flag and value.startswith("--") and not STANDS_ALONE.fullmatch(flag):
+            raise ValueError(f"`{flag}` needs a value.")
 
 
 def check_first_word(word: str = "--") -> None:

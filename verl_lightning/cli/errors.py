@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
 
 KEY = re.compile(r'(?:Parser key "|--)([\w.]+)"?:\s*(.*)')
 CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
@@ -151,6 +156,51 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
     if failure.expected:
         return f"{name}: expected {' or '.join(failure.expected)}, got {failure.got!r}."
     return f"{name}: {failure.reason}" if failure.key else failure.reason
+
+
+def with_full_keys(message: str, place: str, settings: Iterable[str]) -> str:
+    """Completes the keys of a message that a group of settings has written without knowing where it stands.
+
+    Args:
+        message: Text with keys in backticks, such as `lr` or `optim.lr`.
+        place: Dotted key of the group, such as `model.actor.optim`.
+        settings: Names of the group's settings.
+    """
+    parent, _, group = place.rpartition(".")
+    begins = {group: parent} | dict.fromkeys(settings, place)
+
+    def complete(match: re.Match[str]) -> str:
+        before = begins.get(match["first"], "")
+        return f"`{before}.{match['first']}" if before else match[0]
+
+    return re.sub(r"(?<!`)`(?P<first>[a-z_]+)(?=[`.:])", complete, message)
+
+
+def of_trainer(message: str, settings: Iterable[str]) -> str:
+    """Puts the key of the Trainer's setting before a message of Lightning's that names it as Python does.
+
+    Args:
+        message: Lightning's sentence.
+        settings: Names of the Trainer's settings.
+    """
+    if "`trainer." in message:
+        return message
+    known = set(settings)
+    name = next((word for word in re.findall(r"\w+", message) if word in known), "")
+    return f"`trainer.{name}`: {message}" if name else f"`trainer`: {message}"
+
+
+def place_in_users_code(error: BaseException | None) -> str:
+    """Says in brackets where code of the user's failed while it was imported; nothing for an error of other code."""
+    while error is not None and (deeper := error.__cause__ or error.__context__) is not None:
+        error = deeper
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename.startswith("<"):
+        return ""
+    file, libraries = Path(frames[-1].filename), (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), PACKAGE)
+    if any(file.is_relative_to(library) for library in libraries):
+        return ""
+    return f" ({type(error).__name__} in `{file}`, line {frames[-1].lineno})"
 
 
 def verl_name(wrong: str) -> str:

@@ -28,7 +28,7 @@ import verl_lightning.modules  # so that YAML files can name their classes witho
 from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
 from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli.deprecation import renamed_flags, renamed_settings
-from verl_lightning.cli.errors import did_you_mean
+from verl_lightning.cli.errors import did_you_mean, of_trainer
 from verl_lightning.cli.parser import Parser, class_parser
 from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
 from verl_lightning.compat.lightning_cli import OpenCLI
@@ -230,7 +230,7 @@ class CLI(OpenCLI):
         try:
             made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
-            self.parser.error(str(error))
+            self.parser.error(of_trainer(str(error), trainer.keys()))
         self._tell_of_unused_groups(made)
         if self.built("ckpt_path") in LAST:
             self._find_last_checkpoint(made)

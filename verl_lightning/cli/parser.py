@@ -7,10 +7,10 @@ import enum
 import pydoc
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn, TypeGuard, Union, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionSubCommands, Namespace, set_dumper
@@ -23,7 +23,14 @@ from typing_extensions import override
 
 from verl_lightning.cli.arguments import about_stray
 from verl_lightning.cli.deprecation import OldKeyError, renamed_settings, renamed_text
-from verl_lightning.cli.errors import describe, did_you_mean, read_failure, readable_type
+from verl_lightning.cli.errors import (
+    describe,
+    did_you_mean,
+    place_in_users_code,
+    read_failure,
+    readable_type,
+    with_full_keys,
+)
 from verl_lightning.cli.strict_yaml import DuplicateKeyError, StrictLoader
 from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.processes.messages import say_once
@@ -79,7 +86,8 @@ class Parser(LightningArgumentParser):
         try:
             built: Namespace = self.instantiate(cfg, **kwargs)
         except (ValueError, MisconfigurationException) as error:
-            self.error(str(error), error)
+            place, settings = next(self.find_refusals(cfg), ("", []))
+            self.error(with_full_keys(str(error), place, settings), error)
         return built
 
     @override
@@ -87,7 +95,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         where = f"in `{self._config_file}`: " if self._config_file else ""
-        say_once(f"verl-fit: error: {where}{self.explain(message)}\n")
+        say_once(f"verl-fit: error: {where}{self.explain(message)}{place_in_users_code(ex)}\n")
         self.exit(2)
 
     def explain(self, message: str) -> str:
@@ -101,23 +109,28 @@ class Parser(LightningArgumentParser):
         failure = read_failure(message)
         known_keys = list(self.known_keys(failure.key, failure.class_path))
         command = f"{self.prog} --help".replace(" [options]", "")
-        return describe(failure, known_keys, known_class_names(), command)
+        groups = {key: base for parser in self.all_parsers() for key, base in parser.class_groups.items()}
+        return describe(failure, known_keys, known_class_names(groups.get(failure.key)), command)
 
     def known_keys(self, key: str, class_path: str | None) -> Iterator[str]:
         """Dotted keys that may stand beside a wrong one: of the class at `key`, or everywhere if there is no class."""
         if class_path is not None:
             yield from (f"{key}.{name}" for name in class_keys(pydoc.locate(class_path)))
             return
-        for parser in (self, *self.subcommand_parsers()):
+        for parser in self.all_parsers():
             yield from (action.dest for action in actions_of(parser))
             for group, base in parser.class_groups.items():
                 for choice in subclasses(base, package="verl_lightning"):
                     yield from (f"{group}.{name}" for name in class_keys(choice))
 
-    def subcommand_parsers(self) -> list[Parser]:
-        """The parsers of `fit` and so on; none if this is one of them."""
+    def all_parsers(self) -> list[Parser]:
+        """This parser and those of its subcommands."""
+        return [self, *self.subcommand_parsers().values()]
+
+    def subcommand_parsers(self) -> dict[str, Parser]:
+        """The parsers of `fit` and so on, by name; none if this is one of them."""
         actions = [action for action in actions_of(self) if isinstance(action, ActionSubCommands)]
-        return [parser for action in actions for parser in (action.choices or {}).values()]
+        return {name: parser for action in actions for name, parser in (action.choices or {}).items()}
 
     def find_stray_groups(
         self, written: Mapping[str, Any], config: Mapping[str, Any] | Namespace, parent: str = "", shown: str = ""
@@ -155,6 +168,40 @@ class Parser(LightningArgumentParser):
         parts = (part for hint in hints for part in (hint, *get_args(hint)))
         yield from (part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part))
 
+    def find_refusals(self, config: Mapping[str, Any] | Namespace, shown: str = "") -> Iterator[tuple[str, list[str]]]:
+        """Keys of the groups whose constructors refuse their settings, the innermost first, and their settings' names.
+
+        Args:
+            config: Settings that were read.
+            shown: Key of these settings as the user wrote it, with a final dot.
+        """
+        for name, parser in self.subcommand_parsers().items():
+            yield from parser.find_refusals(config.get(name, {}), shown)
+        for action in actions_of(self):
+            value, key = config.get(action.dest), f"{shown}{action.dest}"
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Namespace) and "class_path" in item:
+                    located, settings = pydoc.locate(item.class_path), item.get("init_args", {})
+                elif isinstance(item, Namespace):
+                    group = getattr((self.groups or {}).get(action.dest), "group_class", None)
+                    located, settings = group or next(self.parts_at(action.dest), None), item
+                else:
+                    continue
+                parser = class_parser(located)
+                yield from parser.find_refusals(settings, f"{key}.")
+                if has_plain_constructor(located) and parser.refuses(located, settings):
+                    yield key, class_keys(located)
+
+    def refuses(self, part: Callable[..., object], settings: Namespace) -> bool:
+        """Tells whether a class, whose parser this is, can't be made of settings."""
+        try:
+            part(**self.instantiate(settings).as_dict())
+        except (ValueError, MisconfigurationException):
+            return True
+        except TypeError:  # a group is null
+            return False
+        return False
+
     def find_nulls(self, config: Namespace, shown: str = "") -> Iterator[str]:
         """Complaints about settings that are null and may not be, which jsonargparse takes for ones without a value.
 
@@ -181,6 +228,12 @@ def may_be_null(hint: Any) -> bool:
     return (
         hint in (None, Any, NoneType) or isinstance(hint, str) or any(may_be_null(part) for part in union_parts(hint))
     )
+
+
+def has_plain_constructor(located: object) -> TypeGuard[type]:
+    """Tells whether something is a class that only keeps and checks what it gets: a dataclass, or one of ours."""
+    is_ours = isinstance(located, type) and located.__module__.startswith("verl_lightning.")
+    return is_ours or (isinstance(located, type) and dataclasses.is_dataclass(located))
 
 
 def union_parts(hint: Any) -> tuple[Any, ...]:
@@ -210,8 +263,14 @@ def subclasses(base: type, package: str = "") -> Iterator[type]:
         yield from subclasses(child, package)
 
 
-def known_class_names() -> set[str]:
-    """Names that a `class_path` may give without their module: Lightning's parts, and every class of this package."""
+def known_class_names(base: type | None) -> set[str]:
+    """Names that a `class_path` may give without their module.
+
+    Args:
+        base: Class below which the choice lies; None for all of Lightning's parts and every class of this package.
+    """
+    if base is not None:
+        return {child.__name__ for child in subclasses(base)}
     bases = (LightningModule, LightningDataModule, Callback, Logger, Strategy)
     names = {child.__name__ for base in bases for child in subclasses(base)}
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("verl_lightning.")]

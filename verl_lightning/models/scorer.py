@@ -363,5 +363,5 @@ def check_none_missing(path: str, missing: Collection[str]) -> None:
         raise ValueError(
             f"`path: {path}` lacks {len(missing)} weights of the model, such as `{min(missing)}`. Give a whole"
             " model, as `save_pretrained` writes it; a critic's folder has no output head, and is for"
-            " `critic.model.path`."
+            " `model.critic.model.path`."
         )

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line, model_must_be_at
 from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_tokenizer
+from verl_lightning.needs import missing_model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -47,6 +48,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def _load(path: str) -> PreTrainedTokenizerBase:
     is_folder = Path(path).is_dir()
+    if not is_folder and (complaint := missing_model(path)) is not None:
+        raise ValueError(complaint)
     try:
         return read_tokenizer(path, padding_side="left")
     except (DamagedFileError, ForeignCodeError):

@@ -357,8 +357,8 @@ class PostTrainingModule(LightningModule):
         if self.trainer.training and is_automatic != self.automatic_optimization:
             raise ValueError(
                 f"`ckpt_path` is of {'SFT' if is_automatic else 'PPO'}, with whose steps and optimizers a"
-                f" `{type(self).__name__}` can't go on. Start from its weights: give `actor.path` the folder that its"
-                " `HFCheckpoint` or `verl-export` wrote."
+                f" `{type(self).__name__}` can't go on. Start from its weights: give `model.actor.path` the folder"
+                " that its `HFCheckpoint` or `verl-export` wrote."
             )
         if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
             name = wrong[0]
@@ -385,13 +385,14 @@ class PostTrainingModule(LightningModule):
                 )
         check_identities(checkpoint.get(IDENTITIES_KEY, {}), self.identities)
 
-    def optimizer_config(self, name: str, model: TokenScorer, config: ModelConfig) -> dict[str, Any]:
-        """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<name>``."""
-        optimizer = self.contract.make_optimizer(model, config.optim)
-        schedule = make_schedule(optimizer, config.optim, self.trainer.max_steps)
+    def optimizer_config(self, role: ModelRole) -> dict[str, Any]:
+        """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<role>``."""
+        optim = role.config.optim
+        optimizer = self.contract.make_optimizer(getattr(self, role.name), optim)
+        schedule = make_schedule(optimizer, optim, self.trainer.max_steps, f"{role.key}.optim")
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "name": f"lr/{name}", "interval": "step"},
+            "lr_scheduler": {"scheduler": schedule, "name": f"lr/{role.name}", "interval": "step"},
         }
 
     def _weight_shapes(self) -> dict[str, list[int]]:

@@ -32,19 +32,20 @@ class BatchPlan:
         mini = self.update.mini_batch_size
         if self.prompts_per_step % mini:
             raise ValueError(
-                f"`update.mini_batch_size` ({mini} prompts) must divide the prompts of a step"
+                f"`model.update.mini_batch_size` ({mini} prompts) must divide the prompts of a step"
                 f" ({self.prompts_per_step}, `data.prompts_per_step`). Change either of them."
             )
         if mini % self.data_parallel_size:
             raise ValueError(
-                f"`update.mini_batch_size` ({mini} prompts over all ranks) must be a multiple of the number of"
+                f"`model.update.mini_batch_size` ({mini} prompts over all ranks) must be a multiple of the number of"
                 f" data-parallel ranks ({self.data_parallel_size}). Change it, or `trainer.devices`."
             )
         budget = self.update.max_tokens_per_micro_batch
         if budget is not None and self.max_tokens is not None and self.max_tokens > budget:
             raise ValueError(
-                f"`update.max_tokens_per_micro_batch` ({budget}) is less than one sequence may have ({self.max_tokens}:"
-                " `data.max_prompt_length` and `rollout.sampling.max_new_tokens`). Raise it, or shorten one of them."
+                f"`model.update.max_tokens_per_micro_batch` ({budget}) is less than one sequence may have"
+                f" ({self.max_tokens}: `data.max_prompt_length` and `rollout.sampling.max_new_tokens`). Raise it, or"
+                " shorten one of them."
             )
 
     @property

@@ -54,9 +54,9 @@ class GatherGroups(Callback):
             return joined.groups(range(needed))
         if len(self.batches) >= self.config.max_batches:
             raise RunError(
-                f"`dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad responses in"
-                f" {len(self.batches)} batches (`dynamic_sampling.max_batches`): the task is too easy or too hard."
-                " Choose other prompts, sample more responses to each, or allow more batches."
+                f"`model.dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad"
+                f" responses in {len(self.batches)} batches (`model.dynamic_sampling.max_batches`): the task is too"
+                " easy or too hard. Choose other prompts, sample more responses to each, or allow more batches."
             )
         self.end_step(module.trainer)
         return None

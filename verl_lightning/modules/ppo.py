@@ -241,7 +241,7 @@ class PPOModule(SamplingModule):
     @override
     def configure_optimizers(self) -> Any:
         trained = (role for role in self.roles if role.trainable)
-        return [self.optimizer_config(role.name, getattr(self, role.name), role.config) for role in trained]
+        return [self.optimizer_config(role) for role in trained]
 
     @override
     def on_train_start(self) -> None:

@@ -23,13 +23,15 @@ def check_parts(advantage: AdvantageEstimator, critic: CriticConfig | None, upda
     """
     name = type(advantage).__name__
     if advantage.needs_critic and critic is None:
-        raise ValueError(f"`{name}` needs values: set `critic`, or use an estimator without a critic, such as `GRPO`.")
+        raise ValueError(
+            f"`{name}` needs values: set `model.critic`, or use an estimator without a critic, such as `GRPO`."
+        )
     if critic is not None and not advantage.needs_critic:
-        raise ValueError(f"`{name}` uses no critic: set `critic: null`, or use an estimator such as `GAE`.")
+        raise ValueError(f"`{name}` uses no critic: set `model.critic: null`, or use an estimator such as `GAE`.")
     if critic is not None and critic.model is None and critic.epochs != update.epochs:
         raise ValueError(
-            f"a critic on the actor's trunk learns with it: `critic.epochs` ({critic.epochs}) must equal"
-            f" `update.epochs` ({update.epochs})."
+            f"a critic on the actor's trunk learns with it: `model.critic.epochs` ({critic.epochs}) must equal"
+            f" `model.update.epochs` ({update.epochs})."
         )
 
 
@@ -49,21 +51,24 @@ def check_options(
     name = type(advantage).__name__
     if update.old_log_probs == "engine" and corrections:
         raise ValueError(
-            "`corrections` weigh the engine's log-probs against the trainer's, which `update.old_log_probs: engine`"
-            " does not compute. Take one of the two out."
+            "`model.corrections` weigh the engine's log-probs against the trainer's, which"
+            " `model.update.old_log_probs: engine` does not compute. Take one of the two out."
         )
     if update.old_log_probs == "engine" and advantage.needs_sum_squared_probs:
-        raise ValueError(f"`{name}` reads the trainer's distributions: set `update.old_log_probs: trainer`.")
+        raise ValueError(f"`{name}` reads the trainer's distributions: set `model.update.old_log_probs: trainer`.")
     if dynamic_sampling is not None and not advantage.needs_groups:
-        raise ValueError(f"`dynamic_sampling` drops groups without signal, but `{name}` has no groups. Take it out.")
+        raise ValueError(
+            f"`model.dynamic_sampling` drops groups without signal, but `{name}` has no groups. Take it out."
+        )
     if not advantage.reads_score and shaping.overlong_buffer:
         raise ValueError(
-            f"`shaping.overlong_buffer` lowers the score, which `{name}` does not read. Take it out, and have the"
+            f"`model.shaping.overlong_buffer` lowers the score, which `{name}` does not read. Take it out, and have the"
             " reward function return a penalty of its own beside `reward`."
         )
     if not advantage.reads_score and kl is not None and kl.place == "reward":
         raise ValueError(
-            f"`kl.place: reward` lowers the score, which `{name}` does not read. Set `kl.place: loss`, or `kl: null`."
+            f"`model.kl.place: reward` lowers the score, which `{name}` does not read. Set `model.kl.place: loss`, or"
+            " `model.kl: null`."
         )
 
 
@@ -83,19 +88,19 @@ def check_sampling(
         raise ValueError("`rollout.sampling.temperature` is 0: greedy responses teach nothing. Set it above 0.")
     if corrections and sampling.is_truncated:
         raise ValueError(
-            "`corrections` weigh tokens by their probability over the whole vocabulary, but `rollout.sampling.top_p`,"
-            " `top_k` or `guide` samples from a part of it. Set `top_p: 1.0` and `top_k: 0` and no `guide`, or take"
-            " `corrections` out."
+            "`model.corrections` weigh tokens by their probability over the whole vocabulary, but"
+            " `rollout.sampling.top_p`, `top_k` or `guide` samples from a part of it. Set `top_p: 1.0` and `top_k: 0`"
+            " and no `guide`, or take `model.corrections` out."
         )
     if update.old_log_probs == "engine" and sampling.is_truncated:
         raise ValueError(
-            "`update.old_log_probs: engine` compares with the engine's probabilities, which are of a part of the"
+            "`model.update.old_log_probs: engine` compares with the engine's probabilities, which are of a part of the"
             " vocabulary where `rollout.sampling.top_p`, `top_k` or `guide` is set. Set `top_p: 1.0` and `top_k: 0` and"
-            " no `guide`, or `update.old_log_probs: trainer`."
+            " no `guide`, or `model.update.old_log_probs: trainer`."
         )
     if shaping.overlong_buffer >= sampling.max_new_tokens:
         raise ValueError(
-            f"`shaping.overlong_buffer` ({shaping.overlong_buffer}) must be below"
+            f"`model.shaping.overlong_buffer` ({shaping.overlong_buffer}) must be below"
             f" `rollout.sampling.max_new_tokens` ({sampling.max_new_tokens})."
         )
     if advantage.needs_groups and sampling.num_samples < 2:
@@ -114,12 +119,12 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.gradient_clip_val:
         raise MisconfigurationException(
             f"`trainer.gradient_clip_val` ({trainer.gradient_clip_val}) does not reach PPO's models."
-            " Set `actor.optim.max_grad_norm` and `critic.model.optim.max_grad_norm`."
+            " Set `model.actor.optim.max_grad_norm` and `model.critic.model.optim.max_grad_norm`."
         )
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
             f"`trainer.accumulate_grad_batches` ({trainer.accumulate_grad_batches}) does not apply to PPO,"
-            " which cuts its batches itself. Set `update.mini_batch_size` and `update.micro_batch_size`."
+            " which cuts its batches itself. Set `model.update.mini_batch_size` and `model.update.micro_batch_size`."
         )
 
 
@@ -132,12 +137,13 @@ def check_ppo_callback(callback: Callback) -> None:
     if isinstance(callback, GradientAccumulationScheduler):
         raise MisconfigurationException(
             "`GradientAccumulationScheduler` has no effect on PPO, which cuts its batches itself."
-            " Set `update.mini_batch_size` (prompts of one optimizer step) and `update.micro_batch_size`."
+            " Set `model.update.mini_batch_size` (prompts of one optimizer step) and `model.update.micro_batch_size`."
         )
     if isinstance(callback, BatchSizeFinder):
         raise MisconfigurationException(
             "`BatchSizeFinder` tries sizes of one `batch_size`, which PPO does not have. The memory plan that a run"
-            " prints at its start says what fits: set `update.micro_batch_size` or `update.max_tokens_per_micro_batch`."
+            " prints at its start says what fits: set `model.update.micro_batch_size` or"
+            " `model.update.max_tokens_per_micro_batch`."
         )
     if isinstance(callback, ModelCheckpoint) and saves_by_time(callback):
         raise MisconfigurationException(

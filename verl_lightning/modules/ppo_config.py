@@ -34,19 +34,20 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         if self.coef < 0:
-            raise ValueError(f"`kl.coef` must not be negative, got {self.coef}.")
+            raise ValueError(f"`model.kl.coef` must not be negative, got {self.coef}.")
         if self.place == "reward" and self.estimator.endswith("straight_through"):
             raise ValueError(
-                f"`kl.estimator: {self.estimator}` shapes a gradient, and a reward has none."
-                " Use `k1`, `k2`, `k3` or `abs` with `kl.place: reward`."
+                f"`model.kl.estimator: {self.estimator}` shapes a gradient, and a reward has none."
+                " Use `k1`, `k2`, `k3` or `abs` with `model.kl.place: reward`."
             )
         if self.target is not None and self.target <= 0:
-            raise ValueError(f"`kl.target` must be above 0 nats, got {self.target}.")
+            raise ValueError(f"`model.kl.target` must be above 0 nats, got {self.target}.")
         if self.horizon < 1:
-            raise ValueError(f"`kl.horizon` must be at least 1 sequence, got {self.horizon}.")
+            raise ValueError(f"`model.kl.horizon` must be at least 1 sequence, got {self.horizon}.")
         if self.target is None and self.horizon != type(self).horizon:
             raise ValueError(
-                "`kl.horizon` says how soon `kl.coef` is steered to `kl.target`: give a target, or leave it out."
+                "`model.kl.horizon` says how soon `model.kl.coef` is steered to `model.kl.target`: give a target, or"
+                " leave it out."
             )
 
 
@@ -86,17 +87,18 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`update.{name}` must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(f"`model.update.{name}` must be at least 1, got {getattr(self, name)}.")
         if self.max_tokens_per_micro_batch is None:
             return
         if self.max_tokens_per_micro_batch < 1:
             raise ValueError(
-                f"`update.max_tokens_per_micro_batch` must be at least 1, got {self.max_tokens_per_micro_batch}."
+                f"`model.update.max_tokens_per_micro_batch` must be at least 1, got {self.max_tokens_per_micro_batch}."
             )
         if self.micro_batch_size != type(self).micro_batch_size:
             raise ValueError(
-                f"`update.micro_batch_size` ({self.micro_batch_size}) and `update.max_tokens_per_micro_batch`"
-                f" ({self.max_tokens_per_micro_batch}) both say how large a micro-batch is. Drop one of them."
+                f"`model.update.micro_batch_size` ({self.micro_batch_size}) and"
+                f" `model.update.max_tokens_per_micro_batch` ({self.max_tokens_per_micro_batch}) both say how large a"
+                " micro-batch is. Drop one of them."
             )
 
 
@@ -121,17 +123,21 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         if self.value_clip <= 0:
-            raise ValueError(f"`critic.value_clip` must be above 0, got {self.value_clip}.")
+            raise ValueError(f"`model.critic.value_clip` must be above 0, got {self.value_clip}.")
         if self.epochs < 1:
-            raise ValueError(f"`critic.epochs` must be at least 1, got {self.epochs}.")
+            raise ValueError(f"`model.critic.epochs` must be at least 1, got {self.epochs}.")
         if self.warmup_steps < 0:
-            raise ValueError(f"`critic.warmup_steps` must not be negative, got {self.warmup_steps}.")
+            raise ValueError(f"`model.critic.warmup_steps` must not be negative, got {self.warmup_steps}.")
         if self.model is not None:
-            check_no_rollout(self.model.lora, "critic.model.lora")
+            check_no_rollout(self.model.lora, "model.critic.model.lora")
         if self.model is None and self.warmup_steps:
-            raise ValueError("`critic.warmup_steps` needs a critic of its own: set `critic.model`, or leave it at 0.")
+            raise ValueError(
+                "`model.critic.warmup_steps` needs a critic of its own: set `model.critic.model`, or leave it at 0."
+            )
         if self.model is not None and self.shared_coef != type(self).shared_coef:
-            raise ValueError("`critic.shared_coef` is for a shared trunk: leave it out, or set `critic.model: null`.")
+            raise ValueError(
+                "`model.critic.shared_coef` is for a shared trunk: leave it out, or set `model.critic.model: null`."
+            )
 
 
 def ppo_roles(actor: ModelConfig, critic: CriticConfig | None, kl: KLConfig | None) -> list[ModelRole]:
@@ -160,12 +166,13 @@ class ShapingConfig:
 
     def __post_init__(self) -> None:
         if self.overlong_buffer < 0:
-            raise ValueError(f"`shaping.overlong_buffer` must not be negative, got {self.overlong_buffer}.")
+            raise ValueError(f"`model.shaping.overlong_buffer` must not be negative, got {self.overlong_buffer}.")
         if self.overlong_penalty <= 0:
-            raise ValueError(f"`shaping.overlong_penalty` must be above 0, got {self.overlong_penalty}.")
+            raise ValueError(f"`model.shaping.overlong_penalty` must be above 0, got {self.overlong_penalty}.")
         if not self.overlong_buffer and self.overlong_penalty != type(self).overlong_penalty:
             raise ValueError(
-                "`shaping.overlong_penalty` needs `shaping.overlong_buffer`, the tokens over which it grows."
+                "`model.shaping.overlong_penalty` needs `model.shaping.overlong_buffer`, the tokens over which it"
+                " grows."
             )
 
 
@@ -182,7 +189,7 @@ class DynamicSamplingConfig:
 
     def __post_init__(self) -> None:
         if self.max_batches < 1:
-            raise ValueError(f"`dynamic_sampling.max_batches` must be at least 1, got {self.max_batches}.")
+            raise ValueError(f"`model.dynamic_sampling.max_batches` must be at least 1, got {self.max_batches}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,4 +204,4 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         if min(self.pass_k, default=1) < 1:
-            raise ValueError(f"`validation.pass_k` counts responses, at least 1, got {self.pass_k}.")
+            raise ValueError(f"`model.validation.pass_k` counts responses, at least 1, got {self.pass_k}.")

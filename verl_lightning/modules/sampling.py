@@ -132,7 +132,7 @@ class SamplingModule(PostTrainingModule):
         source = self.rollout_source
         if (largest := max(self.validation.pass_k, default=1)) > source.val_sampling.num_samples:
             raise ValueError(
-                f"`validation.pass_k` asks for pass@{largest}, but `rollout.val_sampling.num_samples` is"
+                f"`model.validation.pass_k` asks for pass@{largest}, but `rollout.val_sampling.num_samples` is"
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._check_lengths(stage)

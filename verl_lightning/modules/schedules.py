@@ -53,21 +53,22 @@ class ConfiguredSchedule(LambdaLR):
             group.update(settings | {"lr": lr})
 
 
-def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int) -> ConfiguredSchedule:
+def make_schedule(optimizer: Optimizer, config: OptimConfig, max_steps: int, key: str) -> ConfiguredSchedule:
     """Linear warm-up, then the decay of ``config.schedule`` down to ``min_lr_ratio`` at ``max_steps``.
 
     Args:
         optimizer: Optimizer whose learning rate is scheduled.
         config: Shape of the schedule.
         max_steps: ``trainer.max_steps``; -1 when the run has no such end.
+        key: Key of ``config`` in the user's settings, such as ``model.actor.optim``.
 
     Raises:
         ValueError: If a decay has no end to reach.
     """
     if config.schedule != "constant" and max_steps <= config.warmup_steps:
         raise ValueError(
-            f"`optim.schedule: {config.schedule}` ends at `trainer.max_steps`, which must be above"
-            f" `optim.warmup_steps` ({config.warmup_steps}), got {max_steps}. Set it, or use `constant`."
+            f"`{key}.schedule: {config.schedule}` ends at `trainer.max_steps`, which must be above"
+            f" `{key}.warmup_steps` ({config.warmup_steps}), got {max_steps}. Set it, or use `constant`."
         )
     decay = DECAYS[config.schedule]
 

@@ -64,7 +64,7 @@ class SFTModule(PostTrainingModule):
 
     def __init__(self, actor: ModelConfig, max_tokens_per_micro_batch: int | None = None) -> None:
         super().__init__(actor)
-        check_no_rollout(actor.lora, "actor.lora")
+        check_no_rollout(actor.lora, "model.actor.lora")
         if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < 1:
             raise ValueError(f"`max_tokens_per_micro_batch` must be at least 1, got {max_tokens_per_micro_batch}.")
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
@@ -113,7 +113,7 @@ class SFTModule(PostTrainingModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        return self.optimizer_config("actor", self.policy, self.policy_config)
+        return self.optimizer_config(self.roles[0])
 
     @override
     def on_train_start(self) -> None:

@@ -49,8 +49,8 @@ def resolve_references(arguments: Any, environment: Mapping[str, str]) -> Any:
         return arguments
     if match[1] not in environment:
         raise ValueError(
-            f"`reward.arguments` refers to `{match[0]}`, but the reward's workers have no environment variable of this"
-            " name. Set it where the run starts (with `reward.backend: ray`, where Ray does), and name it in"
-            " `reward.environment` if that is set."
+            f"`model.reward.arguments` refers to `{match[0]}`, but the reward's workers have no environment variable"
+            " of this name. Set it where the run starts (with `model.reward.backend: ray`, where Ray does), and name"
+            " it in `model.reward.environment` if that is set."
         )
     return environment[match[1]]

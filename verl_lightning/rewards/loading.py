@@ -57,6 +57,8 @@ def check_exists(name: str) -> None:
     if ".py:" in name:
         file = Path(name.rpartition(":")[0]).expanduser()
         reason = "" if file.is_file() else f"FileNotFoundError: no file `{file}`"
+    elif name.endswith(".py"):
+        raise ValueError(f"The reward `function: {name}` is a file: say which function of it, as `{name}:FUNCTION`.")
     elif "." not in name and name not in BUILT_IN_REWARDS:
         raise ValueError(f"The reward `function: {name}` is unknown.{closest(name, BUILT_IN_REWARDS)} {_ways_out()}")
     elif "." in name and package.isidentifier() and importlib.util.find_spec(package) is None:

@@ -136,8 +136,8 @@ class BoundReward:
         keywords = self._accepted(self._convention.keywords(samples)) | self._arguments
         if missing := [name for name in self._needed if name not in keywords]:
             raise RewardMistakeError(
-                f"The function takes {_listed(missing)}, which neither the row nor `reward.arguments` has. The row's"
-                f" own columns, `extra_info` included, are: {', '.join(samples[0].extra_info) or 'none'}."
+                f"The function takes {_listed(missing)}, which neither the row nor `model.reward.arguments` has. The"
+                f" row's own columns, `extra_info` included, are: {', '.join(samples[0].extra_info) or 'none'}."
             )
         returned = self._function(**keywords)
         return check_list(returned, len(samples)) if self.is_batched else [returned]
