@@ -113,7 +113,7 @@ class HFCheckpoint(FolderCheckpoint):
         if not isinstance(pl_module, PostTrainingModule):
             raise MisconfigurationException(
                 f"`HFCheckpoint` writes a module's policy, but `{type(pl_module).__name__}` has none."
-                " Train a `PPOModule` or an `SFTModule`, or take the callback out."
+                " Train a `PPOModule`, an `SFTModule` or a `DPOModule`, or take the callback out."
             )
         is_default = self.dirpath is None
         super().setup(trainer, pl_module, stage)

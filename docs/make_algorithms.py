@@ -1,4 +1,4 @@
-"""Writes a page for each method of PPOModule from its docstrings: ``python docs/make_algorithms.py``.
+"""Writes a page for each method of PPOModule and DPOModule from its docstrings: ``python docs/make_algorithms.py``.
 
 A test fails when the pages are not what this script would write.
 """
@@ -15,9 +15,10 @@ import torch
 from docstring_parser import Docstring, DocstringStyle
 from docstring_parser import parse as parse_any
 
-from verl_lightning.algorithms import advantages, corrections, losses
+from verl_lightning.algorithms import advantages, corrections, losses, preferences
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.losses.base import PolicyLoss
+from verl_lightning.algorithms.preferences.base import PreferenceLoss
 from verl_lightning.functional.normalizer import token_weights
 from verl_lightning.types import Experience
 
@@ -26,6 +27,7 @@ GROUPS = {
     "advantage": ("Advantage estimators", advantages.METHODS),
     "policy_loss": ("Policy losses", losses.METHODS),
     "corrections": ("Rollout corrections", corrections.METHODS),
+    "loss": ("Preference losses", preferences.METHODS),
 }
 SHARED_MATHS = ("verl_lightning.functional.mismatch", "verl_lightning.functional.returns")
 """Files of `functional` whose formulas are a method's own, beside those in its file."""
@@ -35,6 +37,13 @@ METRICS = {
     "corrections": [
         "rollout_corr/{abs_log_prob_gap,kl,gen_kl_error,token_mult_prob_error,weight,zero_weight_frac,rejected_frac}",
         "rollout_corr/effective_sample_size",
+    ],
+    "loss": [
+        "train/loss",
+        "rewards/{chosen,rejected,margins}",
+        "logps/{chosen,rejected}",
+        "train/grad_norm",
+        "train/lr",
     ],
 }
 """What every method of a slot logs."""
@@ -103,6 +112,8 @@ def metrics(slot: str, method: type) -> list[str]:
     own: list[str] = []
     if issubclass(method, AdvantageEstimator):
         own = ["train/frac_zero_std"] * method.needs_groups + CRITIC_METRICS * method.needs_critic
+    if issubclass(method, PreferenceLoss):
+        own = ["rewards/accuracies"] * method.is_paired + list(method.metrics)
     if issubclass(method, PolicyLoss):
         token, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
         batch = Experience(
@@ -126,7 +137,10 @@ def pages() -> dict[str, str]:
     """Every page by its path below ``docs``."""
     written, index = (
         {},
-        ["# Algorithms", "Each is one option of the same `PPOModule`; recipes are in `examples/recipes`."],
+        [
+            "# Algorithms",
+            "Each is one option of the same `PPOModule`, or of `DPOModule`; recipes are in `examples/recipes`.",
+        ],
     )
     for slot, (title, methods) in GROUPS.items():
         rows = []

@@ -285,8 +285,8 @@ def gradients_unsynced(strategy: PostTrainingStrategy, models: Iterable[nn.Modul
 
 
 def blank(batch: BatchT) -> BatchT:
-    """Return one row of a batch, made such that nothing is learnt from it."""
-    row = batch.select(slice(0, 1))
+    """Return one example of a batch, made such that nothing is learnt from it."""
+    row = batch.select(slice(0, batch.rows_per_example))
     lengths = row.row_lengths and tuple(length._replace(scored=0) for length in row.row_lengths)
     return replace(row, response_mask=torch.zeros_like(row.response_mask), row_lengths=lengths)
 

@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 for room in ("verl_lightning.algorithms", "verl_lightning.functional"):
     install_import_hook(room, "beartype.beartype")
 
-from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder  # noqa: E402
+from tests.tiny import write_chat_file, write_pair_file, write_prompt_file, write_tiny_folder  # noqa: E402
 
 # A busy machine must not fail a test that is right, and CI must see what we saw.
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -43,6 +43,12 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 ``sort4`` chats, a question and its answer each."""
     return write_chat_file(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+
+
+@pytest.fixture(scope="session")
+def pair_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 ``sort4`` questions, each with a chosen and a rejected answer."""
+    return write_pair_file(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import HFRollout
-from verl_lightning.data import ChatDataModule, PromptDataModule
+from verl_lightning.data import ChatDataModule, PreferenceDataModule, PromptDataModule
 from verl_lightning.models.config import ModelConfig, OptimConfig
-from verl_lightning.modules import PPOModule, SFTModule
+from verl_lightning.modules import DPOModule, PPOModule, SFTModule
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -66,6 +66,11 @@ def make_sft(folder: Path, **changes: Any) -> SFTModule:
     return SFTModule(**{"actor": make_model_config(folder)} | changes)
 
 
+def make_dpo(folder: Path, **changes: Any) -> DPOModule:
+    """DPO of the model in ``folder``."""
+    return DPOModule(**{"actor": make_model_config(folder)} | changes)
+
+
 def make_rollout(*, num_samples: int = 4, max_new_tokens: int = 6, **changes: Any) -> HFRollout:
     """Four responses of at most six tokens to each prompt; one in validation."""
     parts = {
@@ -85,6 +90,12 @@ def make_chats(train_file: Path, val_file: Path | None = None, **changes: Any) -
     """Batches of four chats, in the order of the file."""
     options = {"batch_size": 4, "max_length": 64, "shuffle": False}
     return ChatDataModule(str(train_file), str(val_file) if val_file else (), **options | changes)
+
+
+def make_pairs(train_file: Path, val_file: Path | None = None, **changes: Any) -> PreferenceDataModule:
+    """Batches of four pairs, in the order of the file."""
+    options = {"batch_size": 4, "max_length": 64, "shuffle": False}
+    return PreferenceDataModule(str(train_file), str(val_file) if val_file else (), **options | changes)
 
 
 def make_settings(folder: Path, prompt_file: Path, **trainer: Any) -> dict[str, Any]:

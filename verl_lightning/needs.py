@@ -292,7 +292,8 @@ def missing_strategy(name: str, module: str) -> str | None:
 
 def no_data(module: str) -> str:
     """Says that a run has no data, and what to set."""
-    kind = "ChatDataModule" if module == "SFTModule" else "PromptDataModule"
+    kinds = {"SFTModule": "ChatDataModule", "DPOModule": "PreferenceDataModule"}
+    kind = kinds.get(module, "PromptDataModule")
     return (
         f"`{module}` has no `data` to learn from. Choose it, such as `--data {kind} --data.train_files rows.jsonl`;"
         f" `verl-fit fit --data.help {kind}` lists its settings."

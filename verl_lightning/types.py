@@ -50,6 +50,9 @@ class TokenBatch:
     row_lengths: tuple[RowLength, ...] | None = None
     """Lengths of each row, for code that can't wait for the device to count; None where the host does not know them."""
 
+    rows_per_example: int = 1
+    """Rows, one after another, that a loss compares: micro-batches never part them."""
+
     @property
     def response_ids(self) -> Int[Tensor, "batch response"]:
         """The response columns of ``input_ids``."""
@@ -115,6 +118,30 @@ def _last_true(mask: Bool[Tensor, "rows columns"]) -> Int[Tensor, " rows"]:
     if mask.shape[1] == 0:
         return mask.sum(-1)
     return torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatch(TokenBatch):
+    """Examples of two sequences each, one after the other.
+
+    They are a prompt with its chosen and with its rejected response, or, where responses have labels, a prompt with its
+    own response and with that to another prompt.
+    """
+
+    rows_per_example: int = 2
+    """Rows, one after another, that a loss compares."""
+
+    ref_log_probs: Float[Tensor, " batch"] | None = None
+    """Log-probability of each response under the frozen reference, in nats; None where no reference is used."""
+
+    is_desirable: Bool[Tensor, " batch"] | None = None
+    """True on responses that are wanted; None for pairs."""
+
+    margins: Float[Tensor, " batch"] | None = None
+    """Difference of rewards that a pair should have at least, in each of its rows; None where the data has none."""
+
+    kl: Float[Tensor, " batch"] | None = None
+    """KL of policy and reference over the whole batch, in nats, the same in each row; None for pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)

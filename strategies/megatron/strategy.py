@@ -252,7 +252,8 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
         self, model: nn.Module, batch: BatchT, loss_fn: LossFn[BatchT], *, with_entropy: bool = False
     ) -> tuple[Tensor, Mapping[str, Metric]]:
         """Runs the backward pass too, as a schedule must: that of the returned loss does nothing."""
-        size = self.micro_batch_size or len(batch)
+        example = batch.rows_per_example
+        size = max(example, (self.micro_batch_size or len(batch)) // example * example)
         micro_batches = [batch.select(slice(start, start + size)) for start in range(0, len(batch), size)]
 
         def finish(scores: Scores, part: BatchT) -> tuple[Tensor, Mapping[str, Metric]]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tests.processes import on_ranks
 from tests.runs import REWARDS, Recorder
-from tests.tiny import write_chat_file, write_prompt_file, write_tiny_folder
+from tests.tiny import write_chat_file, write_pair_file, write_prompt_file, write_tiny_folder
 from verl_lightning.cli.lightning_cli import CLI
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,8 @@ PROMPTS = f"""
 CHATS = """
 --data.train_files chats.jsonl --data.val_files chats.jsonl --data.batch_size 2 --data.max_length 64 --rollout null
 """
+PAIRS = f"{CHATS.replace('chats', 'pairs')} --model.reference_cache reference"
+WORDS = {"SFTModule": CHATS, "DPOModule": PAIRS, "PPOModule": PROMPTS}
 SIZES = "--megatron.tensor_parallel_size 2 --megatron.pipeline_parallel_size 1 --megatron.sequence_parallel false"
 
 
@@ -61,8 +63,7 @@ def words_for(file: str, strategy: str, devices: int) -> list[str]:
     own = yaml.safe_load((ROOT / file).read_text())
     files = [file] if "class_path" in own.get("model", {}) else [base, file]
     settings = [yaml.safe_load((ROOT / name).read_text()) for name in files]
-    is_sft = settings[0]["model"]["class_path"] == "SFTModule"
-    words = [*TINY.split(), *(CHATS if is_sft else PROMPTS).split(), "--trainer.devices", str(devices)]
+    words = [*TINY.split(), *WORDS[settings[0]["model"]["class_path"]].split(), "--trainer.devices", str(devices)]
     critic = [(part.get("model", {}).get("init_args", {}).get("critic") or {}).get("model") for part in settings]
     words += ["--model.critic.model.path", "model"] if critic[-1] else []
     words += SIZES.split() if strategy == "megatron" and "megatron" in own else []
@@ -89,5 +90,6 @@ def launch(strategy: str, devices: int, folder: Path) -> dict[str, tuple[int, fl
     write_tiny_folder(folder / "model")
     write_prompt_file(folder / "prompts.jsonl")
     write_chat_file(folder / "chats.jsonl")
+    write_pair_file(folder / "pairs.jsonl")
     results: dict[str, tuple[int, float]] = on_ranks(devices, take_steps, strategy, folder)[0]
     return results

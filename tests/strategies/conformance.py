@@ -19,7 +19,9 @@ from torch import Tensor
 from tests.runs import (
     Recorder,
     make_chats,
+    make_dpo,
     make_model_config,
+    make_pairs,
     make_ppo,
     make_prompts,
     make_reward,
@@ -28,11 +30,12 @@ from tests.runs import (
     make_trainer,
 )
 from tests.strategies.probes import LengthProbe, measure
-from tests.tiny import write_prompt_file, write_tiny_folder, write_uneven_chat_file
+from tests.tiny import write_pair_file, write_prompt_file, write_tiny_folder, write_uneven_chat_file
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
+from verl_lightning.algorithms.preferences.kto import KTO
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules import PPOModule
+from verl_lightning.modules import DPOModule, PPOModule
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
@@ -41,9 +44,25 @@ from verl_lightning.types import Experience, Rollout
 
 Results = dict[str, Any]
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = ("train/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss", "critic/score/mean")
+LOSSES = (
+    "train/loss",
+    "rewards/margins",
+    "logps/chosen",
+    "kl",
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/score/mean",
+)
 NORMS = ("train/grad_norm", "actor/grad_norm", "critic/grad_norm")
-COUNTS = ("train/global_tokens", "actor/skipped_updates", "train/empty_batches", "train/excluded_sequences")
+COUNTS = (
+    "train/global_tokens",
+    "train/global_examples",
+    "actor/skipped_updates",
+    "train/empty_batches",
+    "train/excluded_sequences",
+)
 COUNTS += ("reward/errors", "training/global_step", "perf/total_num_tokens", "train/frac_zero_std")
 
 
@@ -77,6 +96,8 @@ class Bench:
         trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
         per_rank = 8 // self.replicas // trainer.accumulate_grad_batches
         data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
+        if isinstance(module, DPOModule):
+            data = make_pairs(self.folder / "pairs.jsonl", batch_size=per_rank, max_length=32)
         trainer.fit(module, datamodule=data)
         series = {
             kind: {name: [step.get(name) for step in recorder.steps] for name in names}
@@ -109,6 +130,7 @@ def write_inputs(folder: Path) -> None:
     write_tiny_folder(folder / "model")
     write_prompt_file(folder / "prompts.jsonl")
     write_uneven_chat_file(folder / "chats.jsonl")
+    write_pair_file(folder / "pairs.jsonl")
 
 
 class WeightChange(Callback):
@@ -193,6 +215,18 @@ def sft_packed_within_a_budget(bench: Bench) -> Results:
     """Eight chats a step, packed, in several micro-batches."""
     module = make_sft(bench.folder / "model", actor=bench.model(packing="always"), max_tokens_per_micro_batch=64)
     return bench.fit(module, accumulate_grad_batches=2)
+
+
+def dpo_accumulated(bench: Bench) -> Results:
+    """Eight pairs a step, packed, in two batches of several micro-batches."""
+    module = make_dpo(bench.folder / "model", actor=bench.model(packing="always"), max_tokens_per_micro_batch=96)
+    return bench.fit(module, accumulate_grad_batches=2)
+
+
+def kto_with_adapters(bench: Bench) -> Results:
+    """Eight responses a step, whose KL is that of all ranks; the base weights as the reference."""
+    actor = bench.model(lora=LoraConfig(rank=4))
+    return bench.fit(make_dpo(bench.folder / "model", actor=actor, loss=KTO()))
 
 
 def one_rank_without_rewards(bench: Bench) -> Results:
@@ -306,6 +340,8 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         sft_accumulated,
         packed_within_a_budget,
         sft_packed_within_a_budget,
+        dpo_accumulated,
+        kto_with_adapters,
         one_rank_without_rewards,
         one_rank_without_rewards_for_its_critic,
         nothing_to_train_on,

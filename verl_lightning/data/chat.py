@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 from jaxtyping import Bool, Int
@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from verl_lightning.data.examples import ExampleDataModule, Unsupervised
 from verl_lightning.data.files import Row, fingerprint
-from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.lengths import Overlong
 from verl_lightning.data.messages import clean_messages
-from verl_lightning.data.module import TokenizedDataModule
-from verl_lightning.data.rows import CHAT_COLUMNS, check_columns, read_chat_rows
+from verl_lightning.data.rows import CHAT_COLUMNS, read_chat_rows
 from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
 from verl_lightning.data.templates import ChatRenderer
-from verl_lightning.types import TokenBatch, with_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,15 @@ class TokenizedChat:
 
     is_supervised: list[bool]
     """True on tokens that the assistant said, the end token of its turn included."""
+
+    @property
+    def teaches(self) -> bool:
+        """True if a token is supervised that another one comes before."""
+        return any(self.is_supervised[1:])
+
+    def cut(self, length: int) -> TokenizedChat:
+        """Returns the first tokens, at most ``length``."""
+        return TokenizedChat(ids=self.ids[:length], is_supervised=self.is_supervised[:length])
 
 
 class ChatTensors(TypedDict):
@@ -62,22 +70,32 @@ class ChatDataset:
 
     def batch(self, indices: list[int], is_duplicate: list[bool]) -> ChatTensors:
         """The batch of some rows, padded on the right to the longest of them; nothing is supervised in duplicates."""
-        chats = [self.chats[index] for index in indices]
-        lengths = torch.tensor([len(chat.ids) for chat in chats])
-        width = int(lengths.max())
-        input_ids = torch.full((len(chats), width), self.pad_token_id)
-        is_supervised = torch.zeros(len(chats), width, dtype=torch.bool)
-        for row, (chat, counts_not) in enumerate(zip(chats, is_duplicate, strict=True)):
-            input_ids[row, : len(chat.ids)] = torch.tensor(chat.ids)
-            is_supervised[row, : len(chat.ids)] = torch.tensor(chat.is_supervised) & (not counts_not)
-        return ChatTensors(
-            input_ids=input_ids,
-            attention_mask=torch.arange(width) < lengths[:, None],
-            response_mask=is_supervised[:, 1:],
-        )
+        return padded([self.chats[index] for index in indices], is_duplicate, pad_token_id=self.pad_token_id)
 
 
-class ChatDataModule(TokenizedDataModule):
+def padded(chats: Sequence[TokenizedChat], is_duplicate: Sequence[bool], *, pad_token_id: int) -> ChatTensors:
+    """Sequences padded on the right to the longest of them.
+
+    Args:
+        chats: Tokens and supervision of each row.
+        is_duplicate: True for rows in which nothing is to be supervised.
+        pad_token_id: Token that fills the padding.
+    """
+    lengths = torch.tensor([len(chat.ids) for chat in chats])
+    width = int(lengths.max())
+    input_ids = torch.full((len(chats), width), pad_token_id)
+    is_supervised = torch.zeros(len(chats), width, dtype=torch.bool)
+    for row, (chat, counts_not) in enumerate(zip(chats, is_duplicate, strict=True)):
+        input_ids[row, : len(chat.ids)] = torch.tensor(chat.ids)
+        is_supervised[row, : len(chat.ids)] = torch.tensor(chat.is_supervised) & (not counts_not)
+    return ChatTensors(
+        input_ids=input_ids,
+        attention_mask=torch.arange(width) < lengths[:, None],
+        response_mask=is_supervised[:, 1:],
+    )
+
+
+class ChatDataModule(ExampleDataModule):
     """Conversations for SFT, from JSON Lines, JSON, CSV or parquet files.
 
     A row has the column ``messages``: a list of messages with ``role`` and ``content``, any number of turns, calls of
@@ -118,6 +136,8 @@ class ChatDataModule(TokenizedDataModule):
             other turns follow it.
     """
 
+    known_columns: ClassVar[tuple[str, ...]] = CHAT_COLUMNS
+
     def __init__(
         self,
         train_files: list[str] | str,
@@ -127,74 +147,40 @@ class ChatDataModule(TokenizedDataModule):
         batch_size: int,
         max_length: int,
         overlong: Overlong = "error",
-        unsupervised: Literal["error", "drop"] = "error",
+        unsupervised: Unsupervised = "error",
         supervise: Supervise = "all",
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,
         shuffle: bool = True,
     ) -> None:
-        super().__init__(train_files, val_files, test_files, shuffle=shuffle)
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        if max_length < 2:
-            raise ValueError(f"`max_length` must be at least 2, got {max_length}.")
-        check_columns(columns, CHAT_COLUMNS)
-        self.columns = columns
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self.overlong = overlong
-        self.unsupervised = unsupervised
+        super().__init__(
+            train_files,
+            val_files,
+            test_files,
+            batch_size=batch_size,
+            max_length=max_length,
+            overlong=overlong,
+            unsupervised=unsupervised,
+            enable_thinking=enable_thinking,
+            columns=columns,
+            shuffle=shuffle,
+        )
         self.supervise = supervise
-        self.enable_thinking = enable_thinking
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> ChatDataset:
         rows = read_chat_rows(files, self.columns)
         chats = tokenize_chats(rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking)
         self.check_tokens([chat.ids for chat in chats], [row.name for row in rows], tokenizer)
-        kept = within_limit(
-            [len(chat.ids) for chat in chats],
-            [row.name for row in rows],
-            limit=self.max_length,
-            limit_name="max_length",
-            overlong=self.overlong,
+        kept = self.fitting([len(chat.ids) for chat in chats], [row.name for row in rows])
+        cut = [chats[index].cut(self.max_length) for index in kept]
+        teaching = self.teaching(
+            [chat.teaches for chat in cut],
+            [rows[index].name for index in kept],
+            otherwise=f"they have no token of an assistant's answer within `max_length: {self.max_length}`",
         )
-        cut = [
-            TokenizedChat(
-                ids=chats[index].ids[: self.max_length], is_supervised=chats[index].is_supervised[: self.max_length]
-            )
-            for index in kept
-        ]
-        supervised = self._supervised(cut, [rows[index].name for index in kept])
         found = fingerprint(rows[index] for index in kept)
-        return ChatDataset(supervised, pad_token_id=tokenizer.pad_token_id, fingerprint=found)
-
-    @override
-    def train_batch_size(self, world_size: int) -> int:
-        return self.batch_size
-
-    @override
-    def eval_batch_size(self, world_size: int) -> int:
-        return self.batch_size
-
-    @override
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
-        tokens = batch if isinstance(batch, TokenBatch) else TokenBatch(**batch)
-        return with_lengths([tokens])[0]  # while they can be read at once
-
-    def _supervised(self, chats: list[TokenizedChat], names: list[str]) -> list[TokenizedChat]:
-        kept = [chat for chat in chats if any(chat.is_supervised[1:])]
-        if len(kept) == len(chats):
-            return kept
-        first = next(name for name, chat in zip(names, chats, strict=True) if not any(chat.is_supervised[1:]))
-        if self.unsupervised == "error" or not kept:
-            raise ValueError(
-                f"There is nothing to learn from in {first}, and in {len(chats) - len(kept)} of {len(chats)} rows: they"
-                f" have no token of an assistant's answer within `max_length: {self.max_length}`. Correct them, or set"
-                ' `unsupervised` to "drop".'
-            )
-        rank_zero_info(f"Dropped {len(chats) - len(kept)} of {len(chats)} rows, in which nothing is supervised.")
-        return kept
+        return ChatDataset([cut[index] for index in teaching], pad_token_id=tokenizer.pad_token_id, fingerprint=found)
 
 
 def tokenize_chats(
@@ -226,6 +212,18 @@ def tokenize_chats(
             f"The chat template leaves out what the assistant thought in earlier turns, which are not trained, of"
             f" {thoughtless} of {len(rows)} rows."
         )
+    return encode(conversations, tokenizer)
+
+
+def encode(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[TokenizedChat]:
+    """Tokenises rendered texts and marks their supervised spans.
+
+    Args:
+        conversations: Texts with the spans to mark.
+        tokenizer: Fast tokenizer, which adds no tokens of its own.
+    """
+    if not conversations:
+        return []  # tokenizers take at least one text
     texts = [conversation.text for conversation in conversations]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     return [

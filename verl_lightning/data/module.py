@@ -104,6 +104,11 @@ class TokenizedDataModule(LightningDataModule):
         source = self.read(files, tokenizer)
         return EvalLoader(source, batch_size=self.eval_batch_size(world_size), rank=rank, world_size=world_size)
 
+    @property
+    def sources(self) -> dict[str, BatchSource[object]]:
+        """The rows that `setup` has read: ``train``, ``val`` and ``test``, as far as the stage needs them."""
+        return {name: loader.source for name, loader in self._loaders.items()}
+
     @override
     def train_dataloader(self) -> TrainLoader:
         return cast(TrainLoader, self._loaders["train"])

@@ -49,7 +49,7 @@ def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | No
     Raises:
         ValueError: If a file or row is not as described.
     """
-    return [_prompt_row(_renamed(row, columns)) for row in read_rows(files, columns=())]
+    return [_prompt_row(renamed(row, columns)) for row in read_rows(files, columns=())]
 
 
 def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
@@ -63,10 +63,15 @@ def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None
     Raises:
         ValueError: If a file or row is not as described.
     """
-    return [_chat_row(_renamed(row, columns)) for row in read_rows(files, columns=())]
+    return [_chat_row(renamed(row, columns)) for row in read_rows(files, columns=())]
 
 
-def _renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
+def renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
+    """The same row with columns under the names that a user gives them.
+
+    Raises:
+        ValueError: If the row lacks one of the user's columns.
+    """
     values = dict(row.values)
     for column, name in (columns or {}).items():
         if name not in row.values:
@@ -82,7 +87,7 @@ def _prompt_row(row: Row) -> Row:
     values = dict(row.values)
     if values.get("prompt") is None:
         raise _missing(row, "prompt", {"prompt": _QUESTIONS, "ground_truth": _ANSWERS})
-    values["prompt"] = _messages(values["prompt"], "user")
+    values["prompt"] = as_messages(values["prompt"], "user")
     if values.get("reward_model") is None:
         if values.get("ground_truth") is None:
             raise _missing(row, "reward_model", {"ground_truth": _ANSWERS})
@@ -95,20 +100,20 @@ def _prompt_row(row: Row) -> Row:
 def _chat_row(row: Row) -> Row:
     values = dict(row.values)
     if values.get("messages") is not None:
-        values["messages"] = _messages(values["messages"], "")
+        values["messages"] = as_messages(values["messages"], "")
     elif values.get("conversations") is not None:
         values["messages"] = _from_share_gpt(values, row.name)
     elif values.get("prompt") is not None and values.get("completion") is not None:
-        prompt, completion = _messages(values["prompt"], "user"), _messages(values["completion"], "assistant")
+        prompt, completion = as_messages(values["prompt"], "user"), as_messages(values["completion"], "assistant")
         if isinstance(prompt, list) and isinstance(completion, list):
-            values["messages"] = [*map(_untrained, prompt), *completion]
+            values["messages"] = [*map(untrained, prompt), *completion]
     if "messages" not in values:
         raise _missing(row, "messages", {"prompt": ("prompt", *_QUESTIONS), "completion": _ANSWERS})
     return replace(row, values=values)
 
 
-def _messages(value: Any, role: str) -> Any:
-    """The messages of a list, of its JSON text, or of a text that a role says."""
+def as_messages(value: Any, role: str) -> Any:
+    """The messages of a list, of its JSON text, or of a text that a role says; without a role a text stays one."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -121,7 +126,8 @@ def _messages(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if role else value
 
 
-def _untrained(message: Any) -> Any:
+def untrained(message: Any) -> Any:
+    """The same message, from which nothing is learnt."""
     is_said = isinstance(message, dict) and message.get("role") == "assistant"
     return {**message, "loss_mask": 0} if is_said else message
 

@@ -1,6 +1,7 @@
 """LightningModules: what is learnt, and how."""
 
+from verl_lightning.modules.dpo import DPOModule
 from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.modules.sft import SFTModule
 
-__all__ = ["PPOModule", "SFTModule"]
+__all__ = ["DPOModule", "PPOModule", "SFTModule"]

@@ -1,11 +1,11 @@
-"""The base of PPO and SFT: a tokenizer, the strategy's contract, phases, schedules and safe checkpoints."""
+"""The base of all modules: a tokenizer, the strategy's contract, phases, schedules and safe checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -63,6 +63,7 @@ from verl_lightning.telemetry.phases import (
 from verl_lightning.telemetry.speed import Work, mfu_notice, training_work
 
 OPTIMIZATION_KEY = "automatic_optimization"
+TASK_KEY = "task"
 SHAPES_KEY = "weight_shapes"
 BASES_KEY = "base_fingerprints"
 
@@ -202,6 +203,9 @@ class PostTrainingModule(LightningModule):
     def validation_metrics(self) -> set[str] | None:
         """Names below ``val/`` of what a validation logs; None where they are not known."""
         return None
+
+    task: ClassVar[str] = "PPO"
+    """Name of what is learnt, for checkpoints."""
 
     pass_key = "data.batch_size"
     """The option that says how large a pass is."""
@@ -354,9 +358,10 @@ class PostTrainingModule(LightningModule):
         if theirs is None:
             raise ValueError("`ckpt_path` is not a checkpoint of a verl_lightning module; give one that `fit` wrote.")
         is_automatic = checkpoint.get(OPTIMIZATION_KEY, self.automatic_optimization)
-        if self.trainer.training and is_automatic != self.automatic_optimization:
+        task = checkpoint.get(TASK_KEY, "SFT" if is_automatic else "PPO")
+        if self.trainer.training and task != self.task:
             raise ValueError(
-                f"`ckpt_path` is of {'SFT' if is_automatic else 'PPO'}, with whose steps and optimizers a"
+                f"`ckpt_path` is of {task}, with whose steps and optimizers a"
                 f" `{type(self).__name__}` can't go on. Start from its weights: give `model.actor.path` the folder"
                 " that its `HFCheckpoint` or `verl-export` wrote."
             )

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_lightning.models.scorer import TokenScorer
-from verl_lightning.modules.token_budget import TokenBudget
+from verl_lightning.modules.token_budget import TokenBudget, example_lengths
 from verl_lightning.strategies.base import PostTrainingStrategy
-from verl_lightning.types import BatchT, RowLength, Scores, send, with_lengths
+from verl_lightning.types import BatchT, RowLength, Scores, TokenBatch, send, with_lengths
 
 _SEQUENCE_FIELDS = ("input_ids", "attention_mask")
 
@@ -69,12 +69,18 @@ class BatchSplitter:
         """
         batches = with_lengths(batches)
         if self.max_tokens is None:
-            return [_split(batch, _runs(len(batch), self.micro_batch_size), None) for batch in batches]
-        budget = TokenBudget(max_tokens=self.max_tokens, packs=model.packs, attention_cost=model.attention_cost)
-        plans = self._plan(budget, [batch.known_lengths() for batch in batches])
+            return [_split(batch, _runs(batch, self.micro_batch_size), None) for batch in batches]
+        example = batches[0].rows_per_example
+        budget = TokenBudget(
+            max_tokens=self.max_tokens,
+            packs=model.packs,
+            attention_cost=model.attention_cost,
+            rows_per_example=example,
+        )
+        plans = self._plan(budget, [example_lengths(batch.known_lengths(), example) for batch in batches])
         return [_reordered(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
 
-    def _plan(self, budget: TokenBudget, sizes: list[tuple[RowLength, ...]]) -> list[list[list[int]]]:
+    def _plan(self, budget: TokenBudget, sizes: list[list[RowLength]]) -> list[list[list[int]]]:
         """The micro-batches of each batch; one exchange of their counts for all of them."""
         try:
             problem, counts = None, [len(budget.divide(rows)) for rows in sizes]
@@ -95,7 +101,7 @@ def split_micro_batches(batch: BatchT, size: int) -> list[BatchT]:
         batch: Any number of sequences.
         size: Most sequences in a micro-batch.
     """
-    return _split(batch, _runs(len(batch), size), None).parts
+    return _split(batch, _runs(batch, size), None).parts
 
 
 def join_columns(parts: list[Tensor], width: int) -> Tensor:
@@ -103,12 +109,15 @@ def join_columns(parts: list[Tensor], width: int) -> Tensor:
     return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
-def _runs(length: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, length, size)]
+def _runs(batch: TokenBatch, size: int) -> list[slice]:
+    size = max(batch.rows_per_example, size // batch.rows_per_example * batch.rows_per_example)
+    return [slice(start, start + size) for start in range(0, len(batch), size)]
 
 
 def _reordered(batch: BatchT, plan: list[list[int]]) -> SplitBatch[BatchT]:
-    """The micro-batches of a plan, from one copy of the batch in their order."""
+    """The micro-batches of a plan of examples, from one copy of the batch in their order."""
+    width = batch.rows_per_example
+    plan = [[example * width + row for example in part for row in range(width)] for part in plan]
     rows, lengths = [row for part in plan for row in part], batch.known_lengths()
     order = send(torch.tensor(rows), batch.input_ids.device)
     starts = [sum(len(part) for part in plan[:index]) for index in range(len(plan))]

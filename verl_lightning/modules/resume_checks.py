@@ -141,14 +141,24 @@ def check_config(key: str, saved: str, ours: str) -> None:
     Raises:
         ValueError: With the first field that differs.
     """
-    there, here = (dict(flat(json.loads(text))) for text in (saved, ours))
+    there, here = (meaningful(text) for text in (saved, ours))
     for name in sorted(there.keys() & here.keys()):
-        last = name.rpartition(".")[2]
-        if there[name] != here[name] and last not in INCIDENTAL and not last.startswith("_"):
+        if there[name] != here[name]:
             raise ValueError(
                 f"`{key}`: `config.json` is not that of the model in `ckpt_path`: `{name}` was {there[name]} there and"
                 f" is {here[name]} here. Use the model of that run."
             )
+
+
+def meaningful(text: str) -> dict[str, Any]:
+    """Returns the fields of a model's config that change what it computes, by their dotted names.
+
+    Args:
+        text: Text of `config_text`.
+    """
+    fields = dict(flat(json.loads(text)))
+    lasts = {name: name.rpartition(".")[2] for name in fields}
+    return {n: v for n, v in fields.items() if lasts[n] not in INCIDENTAL and not lasts[n].startswith("_")}
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

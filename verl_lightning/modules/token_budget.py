@@ -25,6 +25,9 @@ class TokenBudget:
     attention_cost: float
     """Cost of attention to one token, as a share of all other compute of a token."""
 
+    rows_per_example: int = 1
+    """Sequences behind each of the lengths that are divided; see `example_lengths`."""
+
     def divide(self, rows: Sequence[RowLength]) -> list[list[int]]:
         """Divides rows into as few micro-batches as it can; each is a list of the rows' positions.
 
@@ -32,8 +35,10 @@ class TokenBudget:
             ValueError: If one row alone is over the budget.
         """
         if (longest := max(map(self._alone, rows))) > self.max_tokens:
+            count = self.rows_per_example
+            what = "a sequence of" if count == 1 else f"an example of {count} sequences with, together,"
             raise ValueError(
-                f"a sequence of {longest} tokens does not fit into `max_tokens_per_micro_batch` ({self.max_tokens})."
+                f"{what} {longest} tokens does not fit into `max_tokens_per_micro_batch` ({self.max_tokens})."
                 " Raise it, or shorten sequences (`data.max_prompt_length`, `rollout.sampling.max_new_tokens`,"
                 " `data.max_length`)."
             )
@@ -79,15 +84,39 @@ class TokenBudget:
         for index in sorted(range(len(rows)), key=lambda index: -self._alone(rows[index])):
             row = rows[index]
             prompt, response = max(prompt, row.prompt), max(response, row.response)
-            if not parts or (len(parts[-1]) + 1) * (prompt + response) > self.max_tokens:
+            if not parts or (len(parts[-1]) + 1) * self._padded(prompt + response) > self.max_tokens:
                 parts.append([])
                 prompt, response = row.prompt, row.response
             parts[-1].append(index)
         return parts
 
     def _alone(self, row: RowLength) -> int:
-        return row.tokens if self.packs else row.prompt + row.response
+        return row.tokens if self.packs else self._padded(row.prompt + row.response)
+
+    def _padded(self, columns: int) -> int:
+        return self.rows_per_example * columns
 
     def _cost(self, row: RowLength) -> float:
         tokens = max(1, self._alone(row))
         return tokens + self.attention_cost * tokens**2
+
+
+def example_lengths(rows: Sequence[RowLength], rows_per_example: int) -> list[RowLength]:
+    """The lengths of examples of several rows: the tokens of all, and the columns of the widest.
+
+    Args:
+        rows: Lengths of each row, an example's one after another.
+        rows_per_example: Number of an example's rows.
+    """
+    if rows_per_example == 1:
+        return list(rows)
+    examples = [rows[start : start + rows_per_example] for start in range(0, len(rows), rows_per_example)]
+    return [
+        RowLength(
+            tokens=sum(row.tokens for row in example),
+            scored=sum(row.scored for row in example),
+            prompt=max(row.prompt for row in example),
+            response=max(row.response for row in example),
+        )
+        for example in examples
+    ]
