@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from verl_lightning.algorithms.advantages.grpo import grpo_advantages
-from verl_lightning.algorithms.losses.cispo import cispo_loss
+from verl_lightning.algorithms.losses.cispo import cispo_loss, clipped_weights
 from verl_lightning.algorithms.losses.gspo import gspo_loss
 from verl_lightning.algorithms.losses.ppo_clip import clip_fractions, ppo_clip_loss
 from verl_lightning.algorithms.losses.sapo import sapo_loss
@@ -81,6 +81,12 @@ def test_clip_fraction_matches_trl():
     )
 
     assert_close(masked_mean(clipped, MASK), torch.tensor(CASES["dapo|token|beta=0.0"]["clip_ratio/region_mean"]))
+
+
+def test_the_clip_fraction_of_cispo_matches_trl():
+    clipped = clipped_weights(LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES, MASK, clip_low=1.0, clip_high=0.05)
+
+    assert_close(masked_mean(clipped, MASK), torch.tensor(CASES["cispo|token|eps_high=1.05"]["cispo_clip_ratio"]))
 
 
 def test_clip_higher_matches_trl():

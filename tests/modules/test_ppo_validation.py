@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.runs import Recorder, make_ppo, make_prompts, make_reward, make_rollo
 from tests.tiny import write_prompt_file
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
+from verl_lightning.rewards.config import RewardConfig, WeightedReward
 from verl_lightning.rollout.base import SamplingConfig
 
 
@@ -48,6 +50,16 @@ def test_metrics_by_hand():
     )
 
 
+def test_parts_of_the_reward_are_logged_where_there_are_any():
+    right, wrong = response(0, 1.5), response(1, 0.0)._replace(components=(("exact", 0.0),))
+    right = right._replace(components=(("exact", 1.0), ("format", 0.5)))
+
+    metrics = validation_metrics([right, wrong], ValidationConfig(), num_samples=1, stage="val")
+
+    assert (metrics["val/reward/exact"], metrics["val/reward/format"]) == (0.5, 0.5)
+    assert metrics["val-aux/a/exact/mean@1"] == 0.5
+
+
 def test_the_same_row_of_two_loaders_is_two_prompts():
     responses = [response(0, 1.0, loader=0), response(0, 0.0, loader=1)]
     metrics = validation_metrics(responses, ValidationConfig(pass_k=[1, 2]), num_samples=1, stage="test")
@@ -78,26 +90,35 @@ def test_duplicates_never_count():
         rows=[{"data_source": "a"}, {"data_source": "b"}],
     )
     reward_result = SimpleNamespace(
-        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]), is_valid=torch.tensor([True, False, True, True])
+        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        is_valid=torch.tensor([True, False, True, True]),
+        components={"format": torch.tensor([0.5, math.nan, 1.0, 1.0])},
     )
 
-    scored = [ScoredResponse(2, 7, "a", 1.0, 2), ScoredResponse(2, 7, "a", 0.0, 1, is_valid=False)]
+    scored = [
+        ScoredResponse(2, 7, "a", 1.0, 2, components=(("format", 0.5),)),
+        ScoredResponse(2, 7, "a", 0.0, 1, is_valid=False),
+    ]
     assert scored_responses(batch, reward_result, 2) == scored
 
 
 def test_all_rows_are_validated_once_whatever_the_batch_size(tmp_path, tiny_folder):
     seed_everything(0, verbose=False)
     file = write_prompt_file(tmp_path / "val.jsonl", num_rows=7)
+    share = WeightedReward(function=make_reward().function, weight=0.5, name="share")
+    reward = RewardConfig(functions=[share, WeightedReward(function="boxed_format")], num_workers=1)
     rewards = []
     for batch_size in (7, 3):
         rollout = make_rollout(val_sampling=SamplingConfig(num_samples=2, max_new_tokens=6))
         trainer = make_trainer(tmp_path, rollout)
-        module = make_ppo(tiny_folder, validation=ValidationConfig(success_reward=0.5, pass_k=[1, 2]))
+        module = make_ppo(tiny_folder, reward=reward, validation=ValidationConfig(success_reward=0.25, pass_k=[1, 2]))
         data = make_prompts(file, file, val_batch_size=batch_size)
         (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
         rewards.append({name: value for name, value in metrics.items() if not name.startswith("timing")})
     assert rewards[0] == pytest.approx(rewards[1], rel=1e-6)
-    assert 0 < rewards[0]["val/pass@1"] < rewards[0]["val/pass@2"] <= 1
+    assert 0 <= rewards[0]["val/pass@1"] <= rewards[0]["val/pass@2"] <= 1
+    assert 0 < rewards[0]["val/reward"] == pytest.approx(0.5 * rewards[0]["val/reward/share"])
+    assert rewards[0]["val/reward/boxed_format"] == 0
 
 
 def test_validation_during_training_is_logged_once_a_round(tmp_path, tiny_folder, prompt_file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -141,8 +142,30 @@ def ground_truth_length(sample):
     return float(len(sample.ground_truth))
 
 
-async def asynchronous(sample):
-    return 1.0
+_open: list[asyncio.Event] = []
+_most = [0]
+
+
+async def meet(sample):
+    """Comes back once as many calls are open as the ground truth says, with the most that were open so far."""
+    event = asyncio.Event()
+    _open.append(event)
+    _most.append(len(_open))
+    if len(_open) >= sample.ground_truth:
+        for each in _open:
+            each.set()
+    await event.wait()
+    _open.remove(event)
+    return {"reward": max(_most), "pid": os.getpid()}
+
+
+async def misbehave_async(sample):
+    """As `misbehave`; waits for ever, or holds up the other calls."""
+    if sample.response == "wait":
+        await asyncio.Event().wait()
+    if sample.response == "hold up":
+        time.sleep(1e9)
+    return misbehave(sample)
 
 
 class Judge:

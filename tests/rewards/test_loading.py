@@ -11,7 +11,8 @@ GOOD = "def f(sample, *, scale=1.0):\n    return scale\n"
 
 @pytest.mark.parametrize("name", BUILT_IN_REWARDS)
 def test_built_ins_load(name):
-    assert not load_reward_function(name, {}).is_batched
+    function = load_reward_function(name, {})
+    assert (function.is_batched, function.is_async) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -24,9 +25,9 @@ def test_built_ins_load(name):
         (GOOD, "reward.py:g", {}, "reward.py` has no `g`."),
         ("1 / 0", "reward.py:f", {}, "does not import: ZeroDivisionError: division by zero. Give"),
         ("exit(1)", "reward.py:f", {}, "does not import: SystemExit: 1. Give"),
-        ("f = 1", "reward.py:f", {}, "must be a plain function, got 1."),
-        ("class f: pass", "reward.py:f", {}, "must be a plain function, got <class"),
-        ("async def f(sample): pass", "reward.py:f", {}, "must be a plain function, got <function"),
+        ("f = 1", "reward.py:f", {}, "must be a function, plain or `async`, got 1."),
+        ("class f: pass", "reward.py:f", {}, "must be a function, plain or `async`, got <class"),
+        ("async def f(sample): yield 1.0", "reward.py:f", {}, "must be a function, plain or `async`, got <function"),
         (GOOD, "reward.py:f", {"scal": 2}, "takes no argument `scal`. Did you mean `scale`? Its arguments are: scale."),
         (GOOD, "gsm8k", {"mode": 2}, "`function: gsm8k` takes no argument `mode`. Its arguments are: none."),
         ("def f(sample, scale): pass", "reward.py:f", {}, "(none): missing a required argument: 'scale'. Its"),

@@ -34,19 +34,19 @@ def test_math_refuses_a_ground_truth_without_expression(make_sample):
         math_answer(make_sample("5", ground_truth=""))
 
 
-def test_math_gives_up_loudly_on_what_takes_for_ever(make_sample, monkeypatch):
-    """By math-verify's own default the answer would be called wrong."""
+@pytest.mark.parametrize(
+    "response",
+    [
+        "9" * 6000,  # SymPy prints no number so long
+        "\\boxed{9^{9^{9^9}}}",  # takes for ever
+        "\\boxed{\u0665}",  # another script's 5, which breaks SymPy's parser
+        "the answer is \u0664\u0662 / \uff15",
+        "\\boxed{" * 400 + "5" + "}" * 400,
+        "\\boxed{\ud800}",
+        "1/0 = \\boxed{\\frac{1}{0}}",
+    ],
+)
+def test_no_text_of_a_policy_is_an_error_of_math(make_sample, monkeypatch, response):
     monkeypatch.setattr("verl_lightning.rewards.math_answer._MAX_SECONDS", 1)
 
-    with pytest.raises(TimeoutError, match="math-verify gave up on the response that ends in"):
-        math_answer(make_sample("\\boxed{9^{9^{9^9}}}", ground_truth="5"))
-
-
-def test_math_counts_what_sympy_cannot_read_as_error(make_sample, start_pool):
-    samples = [make_sample("\\boxed{5}", ground_truth="5"), make_sample("9" * 6000, ground_truth="5")]
-
-    results = start_pool("math", max_error_share=0.5).score(samples)
-
-    assert results.rewards == [1.0, None]
-    assert results.num_errors == 1
-    assert "SympifyError" in results.first_traceback
+    assert math_answer(make_sample(response, ground_truth="72")) == 0.0

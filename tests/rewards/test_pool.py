@@ -9,7 +9,8 @@ import time
 import pytest
 
 from tests.rewards.conftest import ticks_while_only
-from verl_lightning.rewards.pool import RewardConfig, RewardPool
+from verl_lightning.rewards.config import RewardConfig, WeightedReward
+from verl_lightning.rewards.pool import RewardPool
 
 
 def test_rewards_keep_the_order_of_the_samples(make_sample, start_pool):
@@ -191,10 +192,11 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback(make_sample, st
     pool = start_pool("reward_functions.py:misbehave", max_error_share=0.1)
     samples = [make_sample("raise" if i < 2 else "fine") for i in range(10)]
 
-    message = (
-        "failed on 2 of 2 samples and ran out of time (`timeout: 30`) on 0, which is more than `max_error_share: 0.1`"
-    )
-    with pytest.raises(RuntimeError, match=f"(?s){re.escape(message)}.*in misbehave.*KeyError: 'absent key'"):
+    message = "samples and ran out of time (`timeout: 30`) on 0, which is more than `max_error_share: 0.1`"
+    # As many were judged as came at once.
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)failed on 2 of \d {re.escape(message)}.*in misbehave.*KeyError: 'absent key'"
+    ):
         pool.score(samples)
 
     with pytest.raises(RuntimeError, match="Call `start` first"):
@@ -272,6 +274,18 @@ def test_calls_in_the_wrong_order_are_refused(make_sample, start_pool):
     ("option", "message"),
     [
         ({"function": ""}, "`function` must name"),
+        ({"function": None}, "`function` must name"),
+        ({"functions": [WeightedReward(function="math")]}, "both set. Leave one of them out"),
+        (
+            {"function": None, "functions": [WeightedReward(function="math")], "arguments": {"x": 1}},
+            "Give each of the `functions` its own",
+        ),
+        ({"function": None, "functions": [WeightedReward(function="")]}, "each of the `functions` needs a `function`"),
+        (
+            {"function": None, "functions": [WeightedReward(function=name) for name in ("a.py:f", "b.f")]},
+            "several rewards of the name `f`",
+        ),
+        ({"max_concurrency": 1}, r"`max_concurrency` must be at least `num_workers` \(2\)"),
         ({"num_workers": 0}, "`num_workers` must be at least 1, got 0"),
         ({"timeout": 0.0}, "`timeout` must be a positive number of seconds, got 0"),
         ({"timeout": float("inf")}, "`timeout` must be a positive number of seconds, got inf"),

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from verl_lightning.cli.arguments import normalize_arguments
 from verl_lightning.ray.cluster import Demand
-from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rewards.config import RewardConfig
 
 REPLICA = Demand(option="rollout.num_replicas", count=1, cpus=1.0)
 """Engines, and CPUs of each, that `RayRollout` asks for by default."""

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_lightning.functional.groups import RELATIVE_NOISE
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
-from verl_lightning.rewards.pool import RewardConfig, make_pool
+from verl_lightning.rewards.config import RewardConfig
+from verl_lightning.rewards.pool import make_pool
 from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warning
 from verl_lightning.types import Rollout
 
@@ -154,12 +155,12 @@ class Judge:
         """Warns once of rewards whose differences get lost."""
         if not self._has_warned and (warning := scale_warning(rewards, prompts)) is not None:
             self._has_warned = True
-            rank_zero_warn(f"The reward `function: {self._config.function}` {warning}")
+            rank_zero_warn(f"The reward {self._config.label} {warning}")
 
     def _decode(self, rollout: Rollout) -> list[str]:
-        pad = self._tokenizer.pad_token_id
-        tokens = rollout.response_ids.masked_fill(~rollout.attention_mask[:, -rollout.response_mask.shape[1] :], pad)
-        return self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
+        tokens = [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+        return self._tokenizer.batch_decode(tokens, skip_special_tokens=self._config.skip_special_tokens)
 
 
 def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> str | None:

@@ -29,8 +29,13 @@ def check_monitors(callbacks: Sequence[Callback], module: PostTrainingModule) ->
         return
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and monitor.startswith("val/") and monitor not in names:
+        if isinstance(monitor, str) and monitor.startswith("val/") and not is_logged(monitor, names):
             raise MisconfigurationException(unknown_monitor(callback, monitor, names))
+
+
+def is_logged(monitor: str, names: Collection[str]) -> bool:
+    """Tells whether a metric is logged, or may be: only a reward function knows what it returns beside its reward."""
+    return monitor in names or ("val/reward" in names and monitor.startswith("val/reward/"))
 
 
 def unknown_monitor(callback: Callback, monitor: str, names: Collection[str]) -> str:

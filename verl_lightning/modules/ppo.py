@@ -50,7 +50,7 @@ from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
-from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.telemetry.step_log import log_step

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from verl_lightning.rewards.config import RewardConfig
+
 IDENTITIES_KEY = "identities"
 CONFIGS_KEY = "model_configs"
 
@@ -66,12 +68,23 @@ def tokenizer_identities(tokenizer: PreTrainedTokenizerBase, path: str) -> dict[
     }
 
 
-def reward_identities(arguments: Mapping[str, Any]) -> dict[str, Identity]:
-    """Identifies the models whose paths a reward function is given, by their files' names, sizes and edges."""
+def reward_identities(config: RewardConfig) -> dict[str, Identity]:
+    """Identifies the models whose paths reward functions are given, by their files' names, sizes and edges."""
+    if config.function is not None:
+        return argument_identities("model.reward.arguments", "reward model", config.arguments)
+    found: dict[str, Identity] = {}
+    for index, part in enumerate(config.functions):
+        place, name = f"model.reward.functions[{index}].arguments", f"reward model of {part.label}:"
+        found |= argument_identities(place, name, part.arguments)
+    return found
+
+
+def argument_identities(place: str, kind: str, arguments: Mapping[str, Any]) -> dict[str, Identity]:
+    """Identifies the models among the arguments of one function."""
     folders = {name: Path(value) for name, value in arguments.items() if isinstance(value, str)}
     return {
-        f"reward model {name}": Identity(
-            key=f"model.reward.arguments.{name}",
+        f"{kind} {name}": Identity(
+            key=f"{place}.{name}",
             what="the reward model",
             shown=str(folder),
             digest=digest_of([(file.name, file.stat().st_size, *edges(file)) for file in files_of(folder)]),

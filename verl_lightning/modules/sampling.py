@@ -18,7 +18,7 @@ from verl_lightning.modules.judge import Judge, RewardResult
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
-from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.types import PromptBatch, Rollout
@@ -93,7 +93,8 @@ class SamplingModule(PostTrainingModule):
     @override
     def validation_metrics(self) -> set[str] | None:
         names = ["reward", "response_length", "unscored_responses", *(f"pass@{k}" for k in self.validation.pass_k)]
-        return {f"val/{name}" for name in names}
+        parts = [f"reward/{part.label}" for part in self.reward_config.functions]
+        return {f"val/{name}" for name in [*names, *parts]}
 
     @property
     def max_tokens(self) -> int | None:
@@ -118,13 +119,17 @@ class SamplingModule(PostTrainingModule):
         end_tokens = Identity(key="model.actor.path", what="the list of end tokens", shown=ends, digest=ends)
         return {
             **super().find_identities(),
-            **reward_identities(self.reward_config.arguments),
+            **reward_identities(self.reward_config),
             "end_tokens": end_tokens,
         }
 
     @override
     def told_settings(self) -> dict[str, Any]:
-        return super().told_settings() | {"model.reward.function": self.reward_config.function}
+        config = self.reward_config
+        reward: dict[str, Any] = {"model.reward.function": config.function}
+        if config.function is None:
+            reward = {"model.reward.functions": {part.label: part.weight for part in config.functions}}
+        return super().told_settings() | reward
 
     @override
     def setup(self, stage: str) -> None:

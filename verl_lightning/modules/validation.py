@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -26,6 +27,8 @@ class ScoredResponse(NamedTuple):
     length: int
     is_valid: bool = True
     """False where the reward function failed: such a response is in no mean."""
+    components: tuple[tuple[str, float], ...] = ()
+    """Names and values of what the reward function gave beside the reward."""
 
 
 def scored_responses(batch: PromptBatch, reward_result: RewardResult, loader: int) -> list[ScoredResponse]:
@@ -34,23 +37,29 @@ def scored_responses(batch: PromptBatch, reward_result: RewardResult, loader: in
     assert rollout is not None
     rows, is_duplicate = batch.row_index.tolist(), batch.is_duplicate.tolist()
     lengths = rollout.response_mask.sum(-1).tolist()
+    columns = {name: values.tolist() for name, values in reward_result.components.items()}
     return [
-        ScoredResponse(loader, rows[prompt], batch.rows[prompt]["data_source"], reward, length, valid)
-        for prompt, reward, length, valid in zip(
-            rollout.prompt_index.tolist(),
-            reward_result.rewards.tolist(),
-            lengths,
-            reward_result.is_valid.tolist(),
-            strict=True,
+        ScoredResponse(
+            loader, rows[prompt], batch.rows[prompt]["data_source"], reward, length, valid,
+            tuple((name, values[index]) for name, values in columns.items() if math.isfinite(values[index])),
+        )
+        for index, (prompt, reward, length, valid) in enumerate(
+            zip(
+                rollout.prompt_index.tolist(),
+                reward_result.rewards.tolist(),
+                lengths,
+                reward_result.is_valid.tolist(),
+                strict=True,
+            )
         )
         if not is_duplicate[prompt]
-    ]
+    ]  # fmt: skip
 
 
 def validation_metrics(
     responses: Sequence[ScoredResponse], config: ValidationConfig, *, num_samples: int, stage: str
 ) -> dict[str, float]:
-    """Mean reward, pass@k and length, over all prompts and for each data source; number of responses without a reward.
+    """Mean reward, its parts, pass@k and length, over all prompts and for each data source; responses without a reward.
 
     Args:
         responses: Responses of every rank.
@@ -74,12 +83,24 @@ def validation_metrics(
         f"{stage}/response_length": fmean(response.length for response in responses),
         f"{stage}/unscored_responses": float(len(everyone) - len(responses)),
     }
+    metrics |= {f"{stage}/reward/{name}": value for name, value in _component_means(responses).items()}
     metrics |= {f"{stage}/pass@{k}": value for k, value in _pass_at(responses, config).items()}
     for source, own in sources.items():
         prefix = f"{stage}-core/{source}"
         metrics[f"{prefix}/reward/mean@{num_samples}"] = fmean(response.reward for response in own)
         metrics |= {f"{prefix}/pass@{k}": value for k, value in _pass_at(own, config).items()}
+        for name, value in _component_means(own).items():
+            metrics[f"{stage}-aux/{source}/{name}/mean@{num_samples}"] = value
     return metrics
+
+
+def _component_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
+    """Mean of each component over the responses that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for response in responses:
+        for name, value in response.components:
+            values[name].append(value)
+    return {name: fmean(own) for name, own in sorted(values.items())}
 
 
 def _pass_at(responses: Sequence[ScoredResponse], config: ValidationConfig) -> dict[int, float]:

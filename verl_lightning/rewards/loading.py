@@ -35,12 +35,12 @@ def load_reward_function(name: str, arguments: Mapping[str, Any]) -> BoundReward
         arguments: Keyword arguments, bound for every call.
 
     Raises:
-        ValueError: If the function does not import, is no plain function, or can't be called with these arguments.
+        ValueError: If the function does not import, is no function, or can't be called with these arguments.
     """
     check_exists(name)
     function = _find(BUILT_IN_REWARDS.get(name, name))
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"The reward `function: {name}` must be a plain function, got {function!r}.")
+    if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"The reward `function: {name}` must be a function, plain or `async`, got {function!r}.")
     return BoundReward(name, function, arguments)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import re
 import selectors
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl_lightning.faults import RunError
 from verl_lightning.rewards.base import RewardSample
+from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.environment import worker_environment
 from verl_lightning.rewards.process import WorkerProcess, stop_workers
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch, units_of
@@ -23,55 +21,8 @@ from verl_lightning.rewards.wire import encode_line
 if TYPE_CHECKING:
     from verl_lightning.rewards.ray_pool import RayRewardPool
 
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_START_SECONDS = 300.0  # to import the function's module, which may load a model
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Reward function that judges the responses, and settings for running it."""
-
-    function: str
-    """A built-in name (``gsm8k``, ``gsm8k_flexible``, ``math``, ``exact_match``, ``tag_format``, ``boxed_format``), an
-    import path ``package.module.function``, or a file ``path/to/file.py:function``."""
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function, the same for every sample. They are saved and logged with the other settings;
-    ``${NAME}`` stands for the environment variable ``NAME``, whose value is not."""
-
-    environment: list[str] | None = None
-    """Names of the environment variables that the function may see, beside basic ones such as ``PATH`` and ``HOME``
-    (``verl_lightning.rewards.environment.BASICS``); null lets it see all."""
-
-    num_workers: int = 2
-    """Workers of each rank: processes, or Ray actors with one CPU each."""
-
-    backend: Literal["processes", "ray"] = "processes"
-    """Kind of the workers: ``processes`` on the rank's own machine, or ``ray`` actors anywhere in the Ray cluster,
-    which replaces those that die."""
-
-    timeout: float = 30.0
-    """Seconds that one sample may take. A sample that takes longer is left out, and its worker is killed."""
-
-    max_error_share: float = 0.1
-    """Share of a batch, in ``[0, 1]``, that may be left out for errors and timeouts; above it the run stops."""
-
-    def __post_init__(self) -> None:
-        if not self.function:
-            raise ValueError("`function` must name the reward function, such as `gsm8k`, but it is empty.")
-        if self.num_workers < 1:
-            raise ValueError(f"`num_workers` must be at least 1, got {self.num_workers}.")
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"`timeout` must be a positive number of seconds, got {self.timeout}.")
-        if not 0 <= self.max_error_share <= 1:
-            raise ValueError(f"`max_error_share` must be between 0 and 1, got {self.max_error_share}.")
-        if wrong := [name.partition("=")[0] for name in self.environment or () if not _VARIABLE.fullmatch(name)]:
-            raise ValueError(
-                "`environment` lists names of environment variables without their values, such as `OPENAI_API_KEY`; got"
-                f" `{wrong[0]}`."
-            )
-        if self.backend not in ("processes", "ray"):
-            raise ValueError(f"`backend` must be `processes` or `ray`, got {self.backend!r}.")
+_START_SECONDS = 300.0  # to import the functions' modules, which may load a model
+_GRACE_SECONDS = 5.0  # for a worker to cancel calls of an `async` function that take too long, before it is killed
 
 
 def make_pool(config: RewardConfig) -> RewardPool | RayRewardPool:
@@ -102,7 +53,7 @@ def check_failures(config: RewardConfig, results: RewardResults) -> None:
     if results.num_errors + results.num_timeouts <= config.max_error_share * num_samples:
         return
     raise RunError(
-        f"The reward `function: {config.function}` failed on {results.num_errors} of"
+        f"The reward {config.label} failed on {results.num_errors} of"
         f" {num_samples - results.num_unjudged} samples and ran out of time (`timeout: {config.timeout:g}`) on"
         f" {results.num_timeouts}, which is more than `max_error_share: {config.max_error_share:g}` allows in a batch"
         f" of {num_samples}. Mend the function, or raise the share to leave such samples out. The first failure:\n"
@@ -124,7 +75,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self.is_batched = False  # known once the function is loaded
+        self.is_batched = False  # both known once the functions are loaded
+        self.is_async = False
         self._workers: list[WorkerProcess] = []
 
     def start(self) -> None:
@@ -184,24 +136,32 @@ class RewardPool:
 
     def _spawn(self) -> WorkerProcess:
         first_line = {
-            "function": self.config.function,
-            "arguments": self.config.arguments,
+            "parts": [vars(part) | {"label": part.label} for part in self.config.parts],
+            "is_sum": self.config.function is None,
+            "timeout": self.config.timeout,
             "sys_path": [str(path) for path in sys.path],
         }
         environment = worker_environment(os.environ, self.config.environment)
         return WorkerProcess(encode_line(first_line), environment=environment, start_timeout=_START_SECONDS)
 
     def _share_out(self, batch: ScoringBatch) -> None:
+        grace = _GRACE_SECONDS if self.is_async else 0.0
         for worker in self._workers:
-            if worker.is_ready and not worker.queue and (units := batch.take()):
-                timeouts = [self.config.timeout * batch.sizes[unit] for unit in units]
+            if worker.is_ready and (units := self._take(worker, batch)):
+                timeouts = [self.config.timeout * batch.sizes[unit] + grace for unit in units]
                 worker.assign(units, [batch.requests[unit] for unit in units], timeouts=timeouts)
+
+    def _take(self, worker: WorkerProcess, batch: ScoringBatch) -> list[int]:
+        held = [assignment.unit for assignment in worker.queue]
+        if self.is_async:
+            return batch.take_to_wait_for(held, room=worker.capacity - len(held))
+        return [] if held else batch.take()
 
     def _advance(self, batch: ScoringBatch) -> None:
         """Waits until a worker has something to say or runs out of time, and deals with it."""
         for worker in self._wait():
-            for answer in worker.receive():
-                self._take_answer(worker, answer, batch)
+            for unit, answer in worker.receive():
+                self._take_answer(worker, unit, answer, batch)
             if worker.is_at_end or worker.is_garbled:
                 self._bury(worker, batch)
         now = time.monotonic()
@@ -222,8 +182,7 @@ class RewardPool:
                 key.data.flush()
         return [key.data for key, event in events if event & selectors.EVENT_READ]
 
-    def _take_answer(self, worker: WorkerProcess, answer: Any, batch: ScoringBatch) -> None:
-        unit = worker.finish()
+    def _take_answer(self, worker: WorkerProcess, unit: int, answer: Any, batch: ScoringBatch) -> None:
         if worker.is_ready:
             batch.record_answer(unit, answer)
         elif "failed" in answer:
@@ -232,34 +191,51 @@ class RewardPool:
             raise error
         else:
             worker.is_ready = True
-            self.is_batched = answer["is_batched"]
+            self.is_batched, self.is_async = answer["is_batched"], answer["is_async"]
+            worker.capacity = self.config.concurrency if self.is_async else 1
+            self._check_concurrency()
 
     def _bury(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
         garbled = "Something that was no answer came out of the worker's pipe, to which user code must not write,"
-        how = f"The worker's process ended ({worker.kill()})" if worker.is_at_end else garbled
+        how = garbled if worker.is_garbled else f"The worker's process ended ({worker.kill()})"
         if not worker.is_ready:
             raise ValueError(
-                f"The reward `function: {self.config.function}` does not import. {how} meanwhile; what it printed"
+                f"The reward {self.config.label} does not import. {how} meanwhile; what it printed"
                 " stands above. Import it in a Python shell to see why."
             )
-        if worker.queue:
-            batch.record_loss(worker.finish(), how)
+        match worker.take_in_hand():
+            case []:
+                pass
+            case [unit]:
+                batch.record_loss(unit, how)
+            case several:
+                batch.put_back_suspects(several)
         self._replace(worker, batch)
 
     def _interrupt(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
         if not worker.is_ready:
             raise ValueError(
-                f"The reward `function: {self.config.function}` does not import within {_START_SECONDS:g} seconds."
+                f"The reward {self.config.label} does not import within {_START_SECONDS:g} seconds."
                 " Import it in a Python shell to see what it waits for."
             )
-        unit = worker.finish()
-        batch.record_timeout(unit, self.config.timeout * batch.sizes[unit])
+        match worker.take_in_hand():
+            case [unit]:
+                batch.record_timeout(unit, self.config.timeout * batch.sizes[unit])
+            case several:
+                batch.put_back_suspects(several)
         self._replace(worker, batch)
 
     def _replace(self, worker: WorkerProcess, batch: ScoringBatch) -> None:
         worker.kill()
         batch.put_back(assignment.unit for assignment in worker.queue if worker.is_ready)
         self._workers[self._workers.index(worker)] = self._spawn()
+
+    def _check_concurrency(self) -> None:
+        if self.config.max_concurrency is not None and not self.is_async:
+            raise ValueError(
+                f"`reward.max_concurrency: {self.config.max_concurrency}` is for functions that are defined with `async"
+                f" def`, and the reward {self.config.label} is not. Take it out, or set `reward.num_workers`."
+            )
 
     def _check_failures(self, batch: ScoringBatch, max_error_share: float | None) -> None:
         config = with_error_share(self.config, max_error_share)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from verl_lightning.processes.supervisor import SupervisedProcess
@@ -58,7 +59,8 @@ class WorkerProcess:
         self._pipes = requests, answers
         self.requests, self.answers = requests.fileno(), answers.fileno()
         os.set_blocking(self.requests, False)
-        self.queue: deque[Assignment] = deque()  # what it holds, the one in hand first
+        self.queue: deque[Assignment] = deque()  # what it holds, those in hand first
+        self.capacity = 1  # assignments that it has in hand at once
         self.is_ready = False
         self.is_at_end = False  # the answers' pipe is closed
         self.is_garbled = False  # something else than answers came out of it
@@ -78,7 +80,7 @@ class WorkerProcess:
         return self._process.has_ended
 
     def assign(self, units: Sequence[int], requests: Sequence[bytes], *, timeouts: Sequence[float]) -> None:
-        """Hands over units of samples; the first one's time starts now.
+        """Hands over units of samples; the time of those in hand starts now.
 
         Args:
             units: Numbers of the units in the batch.
@@ -87,11 +89,9 @@ class WorkerProcess:
         """
         self._assign([Assignment(unit, timeout) for unit, timeout in zip(units, timeouts, strict=True)], requests)
 
-    def finish(self) -> int:
-        """Takes the unit in hand out of the queue, starts the next one's time, and gives its number."""
-        unit = self.queue.popleft().unit
-        self._start_clock()
-        return unit
+    def take_in_hand(self) -> list[int]:
+        """Takes the units in hand out of the queue, and returns their numbers."""
+        return [self.queue.popleft().unit for _ in range(min(self.capacity, len(self.queue)))]
 
     def flush(self) -> None:
         """Writes as much of the backlog as the pipe takes."""
@@ -103,28 +103,32 @@ class WorkerProcess:
             except BrokenPipeError:
                 self._outgoing.clear()  # it is dead, and the end of its answers will say so
 
-    def receive(self) -> list[Any]:
-        """Reads the answers that have come.
+    def receive(self) -> list[tuple[int, Any]]:
+        """Reads the answers that have come, takes their units out of the queue, and starts the next ones' time.
 
         Returns:
-            Answers in the order of the queue; none if a line is incomplete or the pipe is at its end. They end where
-            something else than the answer to the next request has come.
+            Units and their answers; none if a line is incomplete or the pipe is at its end. They end where something
+            else than the answer to a request in hand has come.
         """
         received = os.read(self.answers, 1 << 16)
         self.is_at_end = not received
         *lines, rest = (self._incoming + received).split(b"\n")
         self._incoming = bytearray(rest)
-        self.is_garbled = len(lines) + bool(rest) > len(self.queue) or len(rest) > _MAX_LINE
+        is_no_answer = self.is_at_end and bool(rest) and not any(rest.startswith(held.tag) for held in self.queue)
+        self.is_garbled = len(lines) + bool(rest) > len(self.queue) or len(rest) > _MAX_LINE or is_no_answer
         answers = []
-        for line, assignment in zip(lines, self.queue, strict=False):
+        for line in lines:
             tag, text = split_tag(bytes(line))
+            assignment = next((held for held in self._in_hand() if held.tag == tag), None)
             try:
-                answers += [json.loads(text)] if tag == assignment.tag else []
+                answers += [] if assignment is None else [(assignment.unit, json.loads(text))]
             except (ValueError, RecursionError):  # a thread of the user's wrote in between
-                tag = b""
-            if tag != assignment.tag:
+                assignment = None
+            if assignment is None:
                 self.is_garbled = True
                 break
+            self.queue.remove(assignment)
+            self._start_clock()
         return answers
 
     def begin_stop(self) -> None:
@@ -158,8 +162,13 @@ class WorkerProcess:
             self._outgoing += add_tag(assignment.tag, request)
         self.flush()
 
+    def _in_hand(self) -> list[Assignment]:
+        return list(islice(self.queue, self.capacity))
+
     def _start_clock(self) -> None:
-        self.deadline = time.monotonic() + self.queue[0].timeout if self.queue else math.inf
+        """Starts the time until the next answer must come, of whichever assignment in hand."""
+        longest = max((assignment.timeout for assignment in self._in_hand()), default=math.inf)
+        self.deadline = time.monotonic() + longest
 
 
 def stop_workers(workers: Sequence[WorkerProcess]) -> None:

@@ -10,7 +10,8 @@ from verl_lightning.ray.actor_pool import share_out
 from verl_lightning.ray.actors import RuntimeEnvironment, await_actors, start_actors, stop_actors
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rewards.base import RewardSample
-from verl_lightning.rewards.pool import RewardConfig, RewardPool, check_failures, with_error_share
+from verl_lightning.rewards.config import RewardConfig
+from verl_lightning.rewards.pool import RewardPool, check_failures, with_error_share
 from verl_lightning.rewards.scoring import RewardResults, units_of
 from verl_lightning.rewards.wire import encode_samples
 
@@ -28,19 +29,23 @@ class RewardActor:
     def __init__(self, config: RewardConfig, environment: RuntimeEnvironment) -> None:
         environment.enter()
         # The share of failures is judged over the whole batch, by the caller.
-        self._pool = RewardPool(dataclasses.replace(config, num_workers=1, max_error_share=1.0))
+        limit = config.concurrency if config.max_concurrency is not None else None
+        self._pool = RewardPool(dataclasses.replace(config, num_workers=1, max_concurrency=limit, max_error_share=1.0))
         self._is_ready = False
 
-    def ready(self) -> bool:
-        """Starts the process, unless it runs; True if the function judges the responses to a prompt at once.
+    def ready(self) -> tuple[bool, bool]:
+        """Starts the process, unless it runs.
+
+        Returns:
+            True if a function judges the responses to a prompt at once; True if one is ``async``.
 
         Raises:
-            ValueError: If the function does not import.
+            ValueError: If a function does not import.
         """
         if not self._is_ready:
             self._pool.start()
             self._is_ready = True
-        return self._pool.is_batched
+        return self._pool.is_batched, self._pool.is_async
 
     def score(self, samples: Sequence[RewardSample]) -> RewardResults:
         """Scores some samples of a batch."""
@@ -60,7 +65,8 @@ class RayRewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self._is_batched = False  # known once the function is loaded
+        self._is_batched = False  # both known once the functions are loaded
+        self._is_async = False
         self._actors: list[Any] = []
 
     def start(self) -> None:
@@ -75,7 +81,7 @@ class RayRewardPool:
             raise RuntimeError("`RayRewardPool.start` was called twice. Call `stop` in between.")
         demand = Demand(option="reward.num_workers", count=self.config.num_workers, cpus=1.0)
         actors = start_actors(RewardActor, demand, self.config, RuntimeEnvironment.here())
-        self._is_batched = any(await_actors(actors, demand))
+        self._is_batched, self._is_async = await_actors(actors, demand)[0]
         self._actors = actors
 
     def score(self, samples: Sequence[RewardSample], *, max_error_share: float | None = None) -> RewardResults:
@@ -96,6 +102,8 @@ class RayRewardPool:
         if not self._actors:
             raise RuntimeError("`RayRewardPool.score` needs running actors. Call `start` first.")
         size = max(1, min(_MAX_CHUNK, len(samples) // (4 * len(self._actors))))
+        if self._is_async:  # an actor waits for its whole share at once
+            size = max(1, -(-len(samples) // len(self._actors)))
         chunks = join_units(units_of(samples, is_batched=self._is_batched), size=size)
         costs = [float(len(encode_samples(chunk))) for chunk in chunks]
         parts = share_out(self._actors, costs, lambda actor, index: actor.score.remote(chunks[index]))

@@ -74,6 +74,7 @@ class ScoringBatch:
         self._starts = list(accumulate(self.sizes, initial=0))
         self._num_workers = num_workers
         self._waiting = deque(range(len(units)))
+        self._suspects: set[int] = set()
         self._answers: dict[int, Mapping[str, Any]] = {}  # by the sample's position, as the following
         self._errors: dict[int, str] = {}
         self._mistakes: dict[int, str] = {}
@@ -100,6 +101,24 @@ class ScoringBatch:
         num_taken = min(len(self._waiting), max(1, min(fair_share, _MAX_CHUNK)))
         return [self._waiting.popleft() for _ in range(num_taken)]
 
+    def take_to_wait_for(self, held: Sequence[int], *, room: int) -> list[int]:
+        """Takes the next units for a worker whose functions mostly wait: its whole share at once, as far as it fits.
+
+        Args:
+            held: Units that the worker has in hand.
+            room: Number of further units that it may have in hand.
+        """
+        if self._waiting and self._waiting[0] in self._suspects:
+            return [] if held else [self._waiting.popleft()]
+        share = -(-len(self.sizes) // self._num_workers)
+        count = 0 if self._suspects.intersection(held) else min(room, share, len(self._waiting))
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def put_back_suspects(self, units: Iterable[int]) -> None:
+        """Returns units over one of which a worker was lost; each of them is judged again, by itself."""
+        self._suspects |= set(units)
+        self.put_back(units)
+
     def put_back(self, units: Iterable[int]) -> None:
         """Returns units that a lost worker never came to."""
         self._waiting.extendleft(units)
@@ -107,21 +126,22 @@ class ScoringBatch:
     def record_answer(self, unit: int, answers: Sequence[Mapping[str, Any]]) -> None:
         """Notes what a worker answered, sample by sample."""
         for position, answer in zip(self._positions(unit), answers, strict=True):
-            if "error" not in answer:
+            if "timeout" in answer:
+                self.record_timeout(unit, answer["timeout"], [position])
+            elif "error" not in answer:
                 self._answers[position] = answer
-                continue
-            self._errors[position] = answer["error"]
-            if answer["is_mistake"]:
-                self._mistakes[position] = answer["error"]
+            else:
+                self._errors[position] = answer["error"]
+                self._mistakes |= {position: answer["error"]} if answer["is_mistake"] else {}
 
     def record_loss(self, unit: int, how: str) -> None:
         """Notes a unit whose worker was lost over it."""
         self._errors |= dict.fromkeys(self._positions(unit), f"{how} while it scored {self._name(unit)}.")
 
-    def record_timeout(self, unit: int, seconds: float) -> None:
-        """Notes a unit whose function was stopped."""
+    def record_timeout(self, unit: int, seconds: float, positions: Iterable[int] | None = None) -> None:
+        """Notes a unit whose function was stopped, or samples of it."""
         what = f"The worker was stopped after {seconds:g} seconds of scoring {self._name(unit)}."
-        self._timeouts |= dict.fromkeys(self._positions(unit), what)
+        self._timeouts |= dict.fromkeys(self._positions(unit) if positions is None else positions, what)
 
     def results(self) -> RewardResults:
         """Returns the results of the samples so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,7 @@ class BoundReward:
         self._signature = _signature(name, function)
         self._convention = find_convention(self._signature)
         self._needed = _needed(self._signature)
+        self.is_async = _is_async(function)
         self._check_arguments(name)
 
     @property
@@ -131,16 +132,31 @@ class BoundReward:
                 each.
             Exception: Whatever the function raises.
         """
+        returned = self._call(samples)
+        if inspect.isawaitable(returned):
+            if inspect.iscoroutine(returned):
+                returned.close()
+            raise RewardMistakeError("The function returned something to wait for. Define it with `async def`.")
+        return self._one_each(returned, len(samples))
+
+    async def judge_async(self, samples: Sequence[RewardSample]) -> list[Any]:
+        """Calls an ``async`` function and waits for it; else as `judge`."""
+        awaitable: Awaitable[Any] = self._call(samples)
+        return self._one_each(await awaitable, len(samples))
+
+    def _one_each(self, returned: Any, length: int) -> list[Any]:
+        return check_list(returned, length) if self.is_batched else [returned]
+
+    def _call(self, samples: Sequence[RewardSample]) -> Any:
         if self._convention is None:
-            return [self._function(samples[0], **self._arguments)]
+            return self._function(samples[0], **self._arguments)
         keywords = self._accepted(self._convention.keywords(samples)) | self._arguments
         if missing := [name for name in self._needed if name not in keywords]:
             raise RewardMistakeError(
                 f"The function takes {_listed(missing)}, which neither the row nor `model.reward.arguments` has. The"
                 f" row's own columns, `extra_info` included, are: {', '.join(samples[0].extra_info) or 'none'}."
             )
-        returned = self._function(**keywords)
-        return check_list(returned, len(samples)) if self.is_batched else [returned]
+        return self._function(**keywords)
 
     def check(self, returned: Any) -> dict[str, Any]:
         """Splits what was returned for one sample: see `check_reward`."""
@@ -185,6 +201,11 @@ def find_convention(signature: inspect.Signature) -> Convention | None:
     """Finds the convention by which a function is called; None for a function that takes a sample."""
     needed = _needed(signature)
     return next((convention for convention in CONVENTIONS if convention.marker in needed), None)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004  of an object with an `async` method
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:

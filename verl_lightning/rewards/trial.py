@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_lightning.rewards.base import ANY_RESPONSE
-from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.scoring import RewardResults
 
 
@@ -31,7 +31,7 @@ def trial_warning(
         ValueError: If the function has a fault that no response is to blame for.
     """
     tried = (
-        f"The reward `function: {config.function}` was tried on the first row of `{data_source}`, with the responses"
+        f"The reward {config.label} was tried on the first row of `{data_source}`, with the responses"
         f" {' and '.join(repr(response[:80]) for response in responses)}"
     )
     if results.first_mistake is not None:
@@ -52,4 +52,4 @@ def trial_note(config: RewardConfig, results: RewardResults) -> str | None:
     if not results.unlogged:
         return None
     names = ", ".join(f"`{name}`" for name in results.unlogged)
-    return f"The reward `function: {config.function}` returns values that are no numbers and are not logged: {names}."
+    return f"The reward {config.label} returns values that are no numbers and are not logged: {names}."

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.golden import ADVANTAGES, LOG_PROBS, LOSS_MASK, OLD_LOG_PROBS
-from verl_lightning.algorithms.losses.cispo import cispo_loss, weight_clip_indicator
+from verl_lightning.algorithms.losses.cispo import cispo_loss, clipped_weights
 from verl_lightning.algorithms.losses.dppo import dppo_loss, inside_binary_kl, inside_total_variation
 from verl_lightning.algorithms.losses.dro import dro_loss
 from verl_lightning.algorithms.losses.geo_mean import geo_mean_loss
@@ -54,8 +54,9 @@ def test_cispo_matches_the_hand_table():
     loss = cispo_loss(log_probs, *HAND[1:], clip_low=0.2, clip_high=0.2)
 
     assert_close(loss, torch.tensor([[1.35452, -1.0, 1.42687]]), atol=1e-5, rtol=0)
-    clipped = weight_clip_indicator(*HAND[:2], ONES, clip_low=0.2, clip_high=0.2)
-    assert_close(clipped, torch.tensor([[1.0, 0.0, 1.0]]))
+    clipped = clipped_weights(*HAND, clip_low=0.2, clip_high=0.2)
+    assert_close(clipped, torch.tensor([[0.0, 0.0, 1.0]]))  # the first is good, and below the band
+    assert_close(clipped_weights(*HAND[:2], -HAND[2], ONES, clip_low=0.2, clip_high=0.2)[0, 0], torch.tensor(1.0))
 
 
 def test_cispo_gives_the_gradient_of_clipped_tokens_too():

@@ -48,19 +48,24 @@ def cispo_loss(
     return torch.where(response_mask, -weight * advantages * kept_log_probs, 0.0)
 
 
-def weight_clip_indicator(
+def clipped_weights(
     log_probs: Float[Tensor, "batch response"],
     old_log_probs: Float[Tensor, "batch response"],
+    advantages: Float[Tensor, "batch response"],
     response_mask: Bool[Tensor, "batch response"],
     *,
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, "batch response"]:
-    """1 on the tokens whose weight `cispo_loss` clips; its mean is the clip fraction.
+    """Marks the response tokens where the clip of `cispo_loss` holds the policy back; the mean is the clip fraction.
+
+    Counted as in PPO and in TRL's ``cispo_clip_ratio``: a good token's weight above the upper bound, or a bad one's
+    below the lower bound. Other weights are clipped too, but there the policy has moved the other way.
 
     Args:
         log_probs: Of the response tokens under the policy in training, in nats.
         old_log_probs: Of the same tokens under the policy before this batch's first step, in nats.
+        advantages: Advantages of the tokens, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
         clip_low: As in `cispo_loss`.
         clip_high: As in `cispo_loss`.
@@ -69,7 +74,8 @@ def weight_clip_indicator(
         0 or 1 on response tokens, 0 elsewhere.
     """
     ratio = clamped_log_ratio(log_probs.detach(), old_log_probs, response_mask).exp()
-    return (response_mask & ((ratio < 1 - clip_low) | (ratio > 1 + clip_high))).to(ratio.dtype)
+    held_back = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    return (response_mask & held_back).to(ratio.dtype)
 
 
 class CISPO(PolicyLoss):
@@ -90,8 +96,6 @@ class CISPO(PolicyLoss):
     def __call__(self, log_probs: TokenValues, batch: Experience) -> LossAndMetrics:
         """The loss, which weights it clips, and how far the policy has moved."""
         args = loss_arguments(log_probs, batch)
-        clipped = weight_clip_indicator(
-            *args[:2], batch.response_mask, clip_low=self.clip_low, clip_high=self.clip_high
-        )
+        clipped = clipped_weights(*args, clip_low=self.clip_low, clip_high=self.clip_high)
         loss = cispo_loss(*args, clip_low=self.clip_low, clip_high=self.clip_high)
         return loss, {"actor/pg_clipfrac": clipped} | policy_shift(log_probs, batch)

@@ -103,7 +103,7 @@ def about_files(reading: Reading) -> Iterator[str]:
     if reading.own_class("model") is not None:
         for role in ("model.actor", "model.critic.model"):
             yield from about_model(reading, role)
-        if isinstance(function := reading.get("model.reward.function"), str):
+        for function in reward_functions(reading):
             check_exists(function)
     if reading.own_class("data") is not None:
         names = {"validate": ("val_files",), "test": ("test_files",)}.get(reading.command, ("train_files", "val_files"))
@@ -111,6 +111,13 @@ def about_files(reading: Reading) -> Iterator[str]:
             files = reading.get(key)
             for file in [files] if isinstance(files, str) else files or ():
                 yield from told(missing_data_file(Path(str(file))), key)
+
+
+def reward_functions(reading: Reading) -> list[str]:
+    """Returns the names of the functions that judge responses, as far as they are certain."""
+    parts = reading.get("model.reward.functions")
+    several = [part.get("function") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return [name for name in (reading.get("model.reward.function"), *several) if isinstance(name, str)]
 
 
 def about_model(reading: Reading, role: str) -> Iterator[str]:
