@@ -6,9 +6,10 @@
 
 Each row is a run of `verl-fit` of its own. Colocated, every card trains with FSDP and has an engine that sleeps
 meanwhile; split, `verl-fit ray` trains on some cards and `RayRollout` samples on the others, with and without
-`overlap`. The model has random weights in the shape of Qwen2-0.5B (or 7B), and nothing is downloaded. Response tokens
-per second are those of the median step, with all that belongs to it; the first steps do not count. A row that fails or
-takes too long is shown with its last words, and the others go on. The last line has each row's speed over colocated.
+`max_staleness: 1`. The model has random weights in the shape of Qwen2-0.5B (or 7B), and nothing is downloaded. Response
+tokens per second are those of the median step, with all that belongs to it; the first steps do not count. A row that
+fails or takes too long is shown with its last words, and the others go on. The last line has each row's speed over
+colocated.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def split(
     replicas = {"num_replicas": arguments.cards - trainers, "gpus_per_replica": 0 if arguments.tiny else 1}
     inner = engine(arguments, share=arguments.own_memory)
     changes: dict[str, Any] = {
-        "rollout": {"class_path": "RayRollout", "init_args": {"rollout": inner, "overlap": overlap, **replicas}}
+        "rollout": {
+            "class_path": "RayRollout",
+            "init_args": {"rollout": inner, "max_staleness": int(overlap), **replicas},
+        }
     }
     if overlap:
         changes["model"] = {"init_args": {"corrections": ["TruncatedImportanceSampling"]}}

@@ -46,7 +46,8 @@ from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.completions import answer, make_requests, wait_for
 from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import PromptBatch
@@ -139,7 +140,7 @@ class Meter(Callback):
         engine = self.rollout._vllm
 
         def load() -> None:
-            engine.load_weights(module.contract.named_weights(module.policy, self.rollout.weights_type(module)))
+            self.rollout.sync_weights(module)
 
         wake_and_load, plain, sleep = [], [], []
         for _ in range(self.repeats):
@@ -159,17 +160,17 @@ class Meter(Callback):
         from vllm import SamplingParams
 
         engine, sampling = self.rollout._vllm, self.rollout.sampling
-        ids, mask, sharing = batch.prompt_ids, batch.prompt_mask, self.rollout.tensor_parallel_size
-        seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(ids))]
-        prompts = Prompts(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
-        tokens = [{"prompt_token_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]
+        prompts, sharing = batch.prompts(), self.rollout.tensor_parallel_size
+        seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(prompts))]
+        tokens = [{"prompt_token_ids": row} for row in prompts]
         # Ranks that share an engine ask it for as much: for the timing, this rank's prompts stand for all of them.
         requests = [request for request in tokens for _ in range(sampling.num_samples)] * sharing
         options = {"max_tokens": sampling.max_new_tokens, "temperature": 1.0, "logprobs": 0, "detokenize": False,
                    "ignore_eos": True, "stop_token_ids": engine.config.eos_token_ids}  # fmt: skip
 
         def ours() -> int:
-            return sharing * int(engine.generate(prompts, sampling).response_mask.sum())
+            asked = make_requests(prompts, seeds, sampling) * sharing
+            return sum(len(completion.token_ids) for completion in wait_for(answer(engine.generate, asked)))
 
         def bare(seeded: bool) -> int:
             flat = [seed for row in seeds for seed in row] * sharing

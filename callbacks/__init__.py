@@ -3,12 +3,13 @@
 from verl_lightning.callbacks.final_validation import FinalValidation
 from verl_lightning.callbacks.health import HealthCheck, HealthMonitor
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
+from verl_lightning.callbacks.hf_rollout import HFRollout
 from verl_lightning.callbacks.numa import NumaAffinity
 from verl_lightning.callbacks.profiler import ProfilerCallback, StepRange
 from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.ray_rollout import RayRollout
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
-from verl_lightning.callbacks.rollout import HFRollout, RolloutCallback
+from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.preemption import Preemption

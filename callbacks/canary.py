@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from lightning.pytorch import Trainer
 from verl_lightning.faults import RunError
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.rollout.base import Prompts
+from verl_lightning.rollout.base import Request, SamplingConfig
+from verl_lightning.rollout.completions import make_requests
 from verl_lightning.seeding import derive_seed
 from verl_lightning.types import PromptBatch, Rollout
 
@@ -49,15 +51,22 @@ class Canary:
         """Takes new prompts next, for a new run."""
         self._tokens = []
 
-    def prompts(self, trainer: Trainer, batch: PromptBatch) -> Prompts:
-        """Returns the prompts; if there are none yet, the first ones of the first rank's batch. Collective."""
-        ids, mask = batch.prompt_ids, batch.prompt_mask
+    def requests(self, trainer: Trainer, batch: PromptBatch, sampling: SamplingConfig) -> list[Request]:
+        """Returns what the engine is asked. Collective.
+
+        Args:
+            trainer: Trainer of the run.
+            batch: Batch whose first prompts on the first rank are taken, if there are none yet.
+            sampling: Settings of training responses.
+        """
         if not self._tokens:
-            rows = slice(NUM_PROMPTS)
-            own = Prompts(prompt_ids=ids[rows], prompt_mask=mask[rows], seeds=[]).tokens()
+            own = batch.prompts()[:NUM_PROMPTS]
             self._tokens = trainer.strategy.broadcast(own)
+        # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
+        short = min(MAX_TOKENS, sampling.max_new_tokens)
+        sampling = dataclasses.replace(sampling, num_samples=1, max_new_tokens=short, guide=None)
         seeds = [[derive_seed("canary", row)] for row in range(len(self._tokens))]
-        return Prompts.from_tokens(self._tokens, seeds).to(ids.device)
+        return make_requests(self._tokens, seeds, sampling)
 
     def check(self, module: PostTrainingModule, rollout: Rollout, dtype: str) -> None:
         """Compares the engine's log-probs of its own responses with the trainer's. Collective.

@@ -7,7 +7,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.callbacks.one_step_off import OneStepOffRollout
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.base import PostTrainingModule
@@ -15,7 +14,7 @@ from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.ray_engines import Caller, RayEngines
 
 
-class RayRollout(OneStepOffRollout):
+class RayRollout(RolloutCallback):
     """Samples with engines that Ray places anywhere in the cluster, beside the trainer.
 
     All training processes share the replicas, of which there may be more or fewer: each request goes to the one with
@@ -27,13 +26,12 @@ class RayRollout(OneStepOffRollout):
         num_replicas: Engines of the whole run.
         gpus_per_replica: GPUs of each engine, 0 or 1.
         cpus_per_replica: CPUs that each reserves.
-        overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
-            of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
-            first two steps.
+        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
+            or 1: each batch is then sampled while the policy learns from the one before.
 
     Raises:
         ValueError: If a number is out of its range, or an option of the other rollout doesn't apply to replicas.
-        MisconfigurationException: In ``setup``, if adapters are to be sent alone, or nothing corrects for overlap.
+        MisconfigurationException: In ``setup``, if adapters are to be sent alone, or nothing corrects for their age.
     """
 
     def __init__(
@@ -42,9 +40,9 @@ class RayRollout(OneStepOffRollout):
         num_replicas: int = 1,
         gpus_per_replica: int = 0,
         cpus_per_replica: float = 1.0,
-        overlap: bool = False,
+        max_staleness: int = 0,
     ) -> None:
-        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns, overlap=overlap)
+        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns, max_staleness)
         if num_replicas < 1:
             raise ValueError(f"`rollout.num_replicas` must be at least 1, got {num_replicas}.")
         if gpus_per_replica not in (0, 1):
@@ -72,8 +70,8 @@ class RayRollout(OneStepOffRollout):
             )
         engine = self.rollout.make_engine(module)
         trainer = module.trainer
-        caller = Caller(rank=trainer.global_rank, count=trainer.world_size, broadcast=trainer.strategy.broadcast)
-        return RayEngines(engine, self.demand, pad_token_id=module.tokenizer.pad_token_id, caller=caller)
+        caller = Caller(rank=trainer.global_rank, broadcast=trainer.strategy.broadcast)
+        return RayEngines(engine, self.demand, caller=caller)
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
@@ -110,7 +108,7 @@ def check_alone(rollout: VLLMRollout) -> None:
     if rollout.beside is not None:
         raise ValueError(
             "`rollout.rollout.beside` runs engines in processes of one machine, which `RayRollout` does not need: its"
-            " replicas are beside the trainer already. Leave `beside` out, and set `rollout.overlap` if you want that."
+            " replicas are beside the trainer already. Leave `beside` out; `rollout.max_staleness: 1` samples ahead."
         )
     if rollout.tensor_parallel_size > 1:
         raise ValueError(

@@ -5,32 +5,46 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.callbacks.shared_rollout import join_parts, own_part
+from verl_lightning.callbacks.rollout_queue import (
+    CHECKPOINT_KEY,
+    Ticket,
+    check_staleness,
+    join_parts,
+    own_part,
+    restored,
+)
+from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
-from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
-from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.turns import TurnsConfig, play
+from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
+from verl_lightning.rollout.completions import answer, make_requests, to_rollout, version_message, wait_for
+from verl_lightning.rollout.turns import TurnsConfig, converse
 from verl_lightning.seeding import derive_seed, run_seed
-from verl_lightning.telemetry.memory_plan import EngineMemory
 from verl_lightning.types import PromptBatch, Rollout
+
+T = TypeVar("T")
 
 
 class RolloutCallback(Callback):
     """Sets ``batch.rollout`` of each prompt batch and touches nothing else.
 
-    When advantages compare with greedy responses, it adds those too, as ``batch.greedy_rollout``.
+    When advantages compare with greedy responses, it sets those too, as ``batch.greedy_rollout``.
 
     The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
     validation, so that every response comes from the newest policy.
+
+    With ``max_staleness: 1`` each batch is sampled while the policy learns from the one before. Responses then come
+    from the policy of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for
+    the first two steps. A checkpoint holds the responses that wait for their step, since the weights that they were
+    sampled with are gone; a resumed run equals the uninterrupted one.
 
     Ranks that share a model's work (tensor, pipeline, context or sequence parallelism) see the same prompts: each
     samples a part of the responses, and all learn from the whole.
@@ -39,9 +53,13 @@ class RolloutCallback(Callback):
         sampling: Settings by which training responses are sampled.
         val_sampling: Settings by which validation and test responses are sampled.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
+            or 1.
 
     Raises:
-        MisconfigurationException: In ``setup``, if the module does not learn from responses.
+        ValueError: If ``max_staleness`` is neither, or conversations are to be sampled ahead.
+        MisconfigurationException: In ``setup``, if the module does not learn from responses, or nothing corrects for
+            their age.
     """
 
     def __init__(
@@ -49,19 +67,30 @@ class RolloutCallback(Callback):
         sampling: SamplingConfig = SamplingConfig(),
         val_sampling: SamplingConfig = SamplingConfig(),
         turns: TurnsConfig | None = None,
+        max_staleness: int = 0,
     ) -> None:
+        if max_staleness not in (0, 1):
+            raise ValueError(f"`rollout.max_staleness` must be 0 or 1, got {max_staleness}.")
+        if max_staleness and turns is not None:
+            raise ValueError(
+                "`rollout.max_staleness: 1` samples single responses. Set it to 0, or take `rollout.turns` out."
+            )
         self.sampling = sampling
         self.val_sampling = val_sampling
         self.turns = turns
-        self._engine: RolloutEngine | None = None
+        self.max_staleness = max_staleness
+        self._engine: Engine | None = None
         self._has_started = False
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
+        self._weights_version = 0
+        self._ahead: Ticket | None = None  # the batch of the next step
+        self._saved: list[dict[str, Any]] = []  # of each rank, until training starts
 
     takes_adapters = False
     """True if the engine takes adapters beside its weights; see `sync_weights`."""
 
     @abstractmethod
-    def make_engine(self, module: PostTrainingModule) -> RolloutEngine:
+    def make_engine(self, module: PostTrainingModule) -> Engine:
         """Make an engine for the module's policy, without starting it."""
 
     @override
@@ -76,7 +105,9 @@ class RolloutCallback(Callback):
                 f"`lora.merge_for_rollout: false` sends adapters alone, but the engine of `{type(self).__name__}` takes"
                 " whole weights only. Set it to true, or sample with `VLLMRollout`."
             )
-        self._weights_step = -1
+        if self.max_staleness and stage == "fit":
+            check_staleness(pl_module)
+        self._weights_step, self._ahead = -1, None
         self._engine, self._has_started = self.make_engine(pl_module), False
 
     @override
@@ -84,13 +115,57 @@ class RolloutCallback(Callback):
         self._make_ready(trainer)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
+        if self.max_staleness and self._saved:
+            module = pl_module
+            self._ahead = restored(self._saved, lambda b: self._requests(module, b, self.sampling, "train"), module)
+        self._saved = []
+
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        batch.rollout = self._sample(trainer, pl_module, batch, self.sampling, "train")
-        if cast(SamplingModule, pl_module).needs_greedy_rollout:
+        module, asked, ahead = cast(SamplingModule, pl_module), dataclasses.replace(batch), self._ahead
+        if ahead is None:
+            batch.rollout = self._sample(module, batch, self.sampling, "train")
+        else:
+            self._take_over(module, batch, ahead)
+        age = 0 if ahead is None else trainer.global_step - ahead.weights_step
+        if module.needs_greedy_rollout:
             greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
-            batch.greedy_rollout = self._sample(trainer, pl_module, batch, greedy, "greedy")
+            batch.greedy_rollout = self._sample(module, batch, greedy, "greedy")
+        if self.max_staleness:
+            module.log("rollout/staleness", float(age), batch_size=1)
+            # At first the same prompts once more, with other noise.
+            requests = self._requests(module, asked, self.sampling, "ahead" if ahead is None else "train")
+            sample = functools.partial(self._complete, module, own_part(requests, self.sampling, module.contract))
+            self._ahead = Ticket(asked, requests, trainer.global_step, sample)
+
+    def _take_over(self, module: PostTrainingModule, batch: PromptBatch, ahead: Ticket) -> None:
+        """Put the batch that was sampled meanwhile in this one's place, and send the newest weights. Collective."""
+        with module.phase("gen"):
+            rollout = self._take(module, ahead)
+        self._sync(module, batch)
+        batch.take_over(dataclasses.replace(ahead.batch, rollout=rollout))
+
+    def _take(self, module: PostTrainingModule, ahead: Ticket) -> Rollout:
+        """Wait for the responses of all ranks with this rank's data, and return them. Collective."""
+        if ahead.completions is None:
+            part = self._attempt(module, lambda: ahead.result(module.trainer.global_step))
+            ahead.completions = join_parts(part, module.contract)
+        return self._rollout(module, ahead.requests, ahead.completions, self.sampling)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._ahead is not None:
+            assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
+            self._take(pl_module, self._ahead)
+            checkpoint[CHECKPOINT_KEY] = pl_module.contract.gather_over_data_parallel(self._ahead.state_dict())
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._saved = checkpoint.get(CHECKPOINT_KEY, [])
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,7 +189,7 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        batch.rollout = self._sample(trainer, pl_module, batch, self.val_sampling, "validate")
+        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "validate")
 
     @override
     def on_test_batch_start(
@@ -125,7 +200,7 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        batch.rollout = self._sample(trainer, pl_module, batch, self.val_sampling, "test")
+        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "test")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -133,9 +208,16 @@ class RolloutCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._ahead is not None:
+            self._abandon()
+            self._ahead.settle()
+            self._ahead = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
+
+    def _abandon(self) -> None:
+        """Have the engine drop what it samples ahead, so that nobody waits for it."""
 
     def _make_ready(self, trainer: Trainer) -> None:
         """Start the engine unless it runs. Collective.
@@ -155,122 +237,100 @@ class RolloutCallback(Callback):
     def sync_weights(self, module: PostTrainingModule) -> None:
         """Send the engine the policy as it is now, adapters merged in. Collective."""
         assert self._engine is not None
-        self._engine.load_weights(module.contract.named_weights(module.policy, self.weights_type(module)))
+        weights = module.contract.named_weights(module.policy, self.weights_type(module))
+        self._engine.load_weights(weights, self._weights_version)
 
     def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
         """Return the type of the weights that the engine is sent; None where it takes them as they are."""
         return None
 
     def _sample(
-        self, trainer: Trainer, module: LightningModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
+        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
     ) -> Rollout:
-        assert isinstance(module, PostTrainingModule)  # checked in `setup`
-        self._sync(trainer, module, batch)
-        prompts = self._prompts(trainer, batch, sampling, purpose)
+        """Sample responses to a batch from the newest policy. Collective."""
+        if self._ahead is not None:
+            self._ahead.settle()
+        self._sync(module, batch)
         with module.phase("gen"):
-            return self._share(module, prompts, functools.partial(self._answer, module, sampling))
+            return self._answer(module, self._requests(module, batch, sampling, purpose), sampling, self.turns)
 
-    def _share(self, module: PostTrainingModule, prompts: Prompts, answer: Callable[[Prompts], Rollout]) -> Rollout:
-        """Answer prompts that other ranks may have too: each answers a part, and all get the whole. Collective."""
-        part = answer(own_part(prompts, module.contract))
-        return self._join(module, part, len(prompts))
+    def _answer(
+        self,
+        module: PostTrainingModule,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        turns: TurnsConfig | None = None,
+    ) -> Rollout:
+        """Answer requests that other ranks may have too: each answers a part, and all get the whole. Collective."""
+        part = own_part(requests, sampling, module.contract)
+        completions = self._attempt(module, lambda: self._complete(module, part, turns))
+        return self._rollout(module, requests, join_parts(completions, module.contract), sampling)
 
-    def _join(self, module: PostTrainingModule, part: Rollout, num_prompts: int) -> Rollout:
-        """Join the whole of which each rank with the same data has a part. Collective."""
-        pad = module.tokenizer.pad_token_id
-        return join_parts(part, module.contract, num_prompts=num_prompts, pad_token_id=pad)
+    def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
+        """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
+        return work()
 
-    def _answer(self, module: PostTrainingModule, sampling: SamplingConfig, prompts: Prompts) -> Rollout:
-        """Sample single responses or, with `turns`, conversations."""
-        if self.turns is None:
-            return self._generate(module, prompts, sampling)
-        ask = functools.partial(self._generate, module)
-        return play(ask, prompts, sampling, self.turns, module.tokenizer)
+    def _complete(
+        self, module: PostTrainingModule, requests: Sequence[Request], turns: TurnsConfig | None = None
+    ) -> list[Completion]:
+        """Ask the engine for single responses or conversations.
 
-    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: PromptBatch) -> None:
+        Raises:
+            RunError: If the engine answers with other weights than those that it was sent last.
+        """
+        engine, version = self._engine, self._weights_version
+        assert engine is not None
+        generate = engine.generate
+        if turns is not None:
+            generate = functools.partial(converse, generate, turns=turns, tokenizer=module.tokenizer)
+        completions = wait_for(answer(generate, requests))
+        if others := {each.weights_version for each in completions} - {version}:
+            raise RunError(version_message(others.pop(), version))
+        return completions
+
+    def _sync(self, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Bring the engine to the newest policy. Collective."""
-        if self._weights_step != trainer.global_step:
+        if self._weights_step != module.trainer.global_step:
+            self._weights_version += 1
             with module.phase("update_weights"):
-                self.sync_weights(module)
-            self._weights_step = trainer.global_step
+                self._attempt(module, lambda: self.sync_weights(module))
+            self._weights_step = module.trainer.global_step
+            self._check_weights(module, batch)
 
-    def _prompts(self, trainer: Trainer, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> Prompts:
-        """Return the prompts that the engine is asked, with a seed for each sample."""
+    def _check_weights(self, module: PostTrainingModule, batch: PromptBatch) -> None:
+        """See whether the engine has the policy now. Collective."""
+
+    def _requests(
+        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
+    ) -> list[Request]:
+        """Return what the engine is asked, with a seed for each sample."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
         # Batches, not steps: dynamic sampling may ask a prompt again within a step.
+        trainer = module.trainer
         turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
         seeds = [
             [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
             for row in batch.row_index.tolist()
         ]
-        return Prompts(prompt_ids=batch.prompt_ids, prompt_mask=batch.prompt_mask, seeds=seeds)
+        return make_requests(batch.prompts(), seeds, sampling)
 
-    def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """Return the engine's answers."""
-        assert self._engine is not None
-        return self._engine.generate(prompts, sampling)
+    def _rollout(
+        self,
+        module: PostTrainingModule,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        sampling: SamplingConfig,
+    ) -> Rollout:
+        return to_rollout(
+            requests,
+            completions,
+            num_samples=sampling.num_samples,
+            pad_token_id=module.tokenizer.pad_token_id,
+            device=module.device,
+        )
 
 
 def sends_adapters(module: PostTrainingModule) -> bool:
     """Tell whether the policy's adapters go to the engine by themselves."""
     lora = module.policy_config.lora
     return lora is not None and not lora.merge_for_rollout
-
-
-class HFRollout(RolloutCallback):
-    """Samples with a copy of the policy in the training process: no extra package, any device, not fast.
-
-    Args:
-        sampling: Settings by which training responses are sampled.
-        val_sampling: Settings by which validation and test responses are sampled.
-        batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
-        turns: Sample conversations with an environment, such as a tool; null samples single responses.
-
-    Raises:
-        ValueError: If an option of the sampling needs vLLM.
-    """
-
-    memory_key = "rollout.batch_size"
-
-    def __init__(
-        self,
-        sampling: SamplingConfig = SamplingConfig(),
-        val_sampling: SamplingConfig = SamplingConfig(),
-        batch_size: int = 1024,
-        turns: TurnsConfig | None = None,
-    ) -> None:
-        super().__init__(sampling, val_sampling, turns)
-        for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
-            if each.stop or each.guide is not None:
-                raise ValueError(
-                    f"`rollout.{name}` sets `stop` or `guide`, which `HFRollout` doesn't know. Take it out, or sample"
-                    " with `VLLMRollout`."
-                )
-        self.batch_size = batch_size
-        self._most = 0, 0  # sequences of an iteration on this rank, and tokens of each, where they are known
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        module = cast(SamplingModule, pl_module)
-        prompts = 0 if module.prompt_source is None else module.prompt_source.prompts_per_step
-        sequences = -(-prompts // module.contract.data_parallel_size) * self.sampling.num_samples
-        self._most = sequences, module.max_tokens or 0
-
-    def engine_memory(self, device_bytes: int) -> EngineMemory:
-        """Return the engine's memory on a training device: a whole policy always, its cache while it samples."""
-        del device_bytes
-        if not isinstance(self._engine, HFEngine):
-            return EngineMemory()
-        weights = self._engine.weight_bytes
-        return EngineMemory(sampling=weights + self._engine.cache_bytes(*self._most), learning=weights)
-
-    @override
-    def make_engine(self, module: PostTrainingModule) -> HFEngine:
-        config = module.policy_config
-        return HFEngine(
-            config,
-            eos_token_ids=module.eos_token_ids,
-            pad_token_id=module.tokenizer.pad_token_id,
-            batch_size=self.batch_size,
-        )

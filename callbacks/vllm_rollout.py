@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
@@ -16,24 +16,24 @@ from typing_extensions import override
 from verl_lightning.callbacks import canary
 from verl_lightning.callbacks.engine_beside import Replacements, check_visible, engine_gpu, trainer_gpu
 from verl_lightning.callbacks.engine_share import MOST, planned_share
-from verl_lightning.callbacks.one_step_off import OneStepOffRollout
-from verl_lightning.callbacks.rollout import sends_adapters
+from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.rollout.vllm import VLLMEngine, check_speculation, check_vllm
+from verl_lightning.rollout.vllm import VLLMEngine, check_vllm, gather_requests
 from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.vllm_sampling import check_speculation
 from verl_lightning.rollout.weight_transfer import choose_transfer
 from verl_lightning.telemetry.memory_plan import EngineMemory
-from verl_lightning.types import PromptBatch, Rollout
+from verl_lightning.types import PromptBatch
 
 T = TypeVar("T")
 
 
-class VLLMRollout(OneStepOffRollout):
+class VLLMRollout(RolloutCallback):
     """Samples with vLLM inside the training processes: one engine on each device, asleep while the policy learns.
 
     After each sync of weights a canary is sampled: short responses to a few fixed prompts, scored by the engine while
@@ -57,11 +57,10 @@ class VLLMRollout(OneStepOffRollout):
             divide their number.
         beside: Run each engine in a process of its own, on GPUs that the trainer leaves alone. A dead one is replaced
             by a new one with the current weights, and what it was asked is asked anew. None shares the trainer's GPUs.
-        overlap: Sample each batch while the policy learns from the one before, so that responses come from the policy
-            of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for the
-            first two steps. Needs ``beside``.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
+        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
+            or 1: each batch is then sampled while the policy learns from the one before. 1 needs ``beside``.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -82,11 +81,11 @@ class VLLMRollout(OneStepOffRollout):
         deadline: float = 1800.0,
         tensor_parallel_size: int = 1,
         beside: BesideConfig | None = None,
-        overlap: bool = False,
         turns: TurnsConfig | None = None,
         speculation: SpeculationConfig | None = None,
+        max_staleness: int = 0,
     ) -> None:
-        super().__init__(sampling, val_sampling, turns, overlap=overlap)
+        super().__init__(sampling, val_sampling, turns, max_staleness)
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if canary_limit is not None and canary_limit <= 0:
@@ -105,15 +104,17 @@ class VLLMRollout(OneStepOffRollout):
                 "`rollout.tensor_parallel_size` shares the training processes' engine, but `rollout.beside` gives each"
                 f" its own. Set it to 1, or take `beside` out; got {tensor_parallel_size}."
             )
-        if turns is not None and (tensor_parallel_size > 1 or beside is not None):
+        if turns is not None and tensor_parallel_size > 1:
             raise ValueError(
-                "`rollout.turns` needs an engine for each training process, inside it: conversations end at different"
-                " times. Set `rollout.tensor_parallel_size` to 1 and take `rollout.beside` out."
+                "`rollout.turns` needs an engine for each training process: those that share one would hear the"
+                " environment's replies at different times. Set `rollout.tensor_parallel_size` to 1."
             )
         self.tensor_parallel_size = tensor_parallel_size
         self.beside = beside
-        if overlap and beside is None:
-            raise ValueError("`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`.")
+        if max_staleness and beside is None:
+            raise ValueError(
+                "`rollout.max_staleness: 1` needs engines in processes of their own: set `rollout.beside`."
+            )
         self.speculation = speculation
         self._gpu_share = 0.0
         self._is_elsewhere = False
@@ -258,22 +259,17 @@ class VLLMRollout(OneStepOffRollout):
             self._weights_step = -1  # sleep forgets the weights
 
     @override
-    def _sync(self, trainer: Trainer, module: PostTrainingModule, batch: PromptBatch) -> None:
-        """Bring the engine to the newest policy, and see whether it has come there. Collective."""
-        if self._weights_step != trainer.global_step:
-            with module.phase("update_weights"):
-                self._attempt(module, lambda: self.sync_weights(module))
-            self._weights_step = trainer.global_step
-            with module.phase("canary"):
-                self._check_canary(module, batch)
-
-    @override
-    def _generate(self, module: PostTrainingModule, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        return self._attempt(module, lambda: self._vllm.generate(prompts, sampling))
-
-    @override
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         return work() if self._replacements is None else self._replacements.attempt(module, work)
+
+    @override
+    def _complete(
+        self, module: PostTrainingModule, requests: Sequence[Request], turns: TurnsConfig | None = None
+    ) -> list[Completion]:
+        if self.tensor_parallel_size == 1 or not isinstance(self._engine, VLLMEngine):
+            return super()._complete(module, requests, turns)
+        asked, own = gather_requests(requests)
+        return super()._complete(module, asked)[own]
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
@@ -292,24 +288,21 @@ class VLLMRollout(OneStepOffRollout):
         backbone, weights = module.policy.backbone, module.contract.adapter_weights(module.policy)
         with TemporaryDirectory() as folder:
             write_adapter(Path(folder), backbone, weights, fingerprint="")
-            self._vllm.load_adapter(Path(folder))
+            self._vllm.load_adapter(Path(folder), self._weights_version)
 
-    def _check_canary(self, module: PostTrainingModule, batch: PromptBatch) -> None:
+    @override
+    def _check_weights(self, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
-        tokens = min(canary.MAX_TOKENS, self.sampling.max_new_tokens)
-        # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
-        sampling = dataclasses.replace(self.sampling, num_samples=1, max_new_tokens=tokens, guide=None)
-        prompts = self._canary.prompts(module.trainer, batch)
-        rollout = self._share(module, prompts, lambda part: self._generate(module, part, sampling))
-        self._attempt(module, self._vllm.drop_caches)  # others must find the cache as if there were no canary
-        self._canary.check(module, rollout, self._dtype(module))
+        with module.phase("canary"):
+            requests = self._canary.requests(module.trainer, batch, self.sampling)
+            rollout = self._answer(module, requests, requests[0].sampling)
+            self._attempt(module, self._vllm.drop_caches)  # others must find the cache as if there were no canary
+            self._canary.check(module, rollout, self._dtype(module))
 
     def _max_model_len(self, module: PostTrainingModule) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""
         source = cast(SamplingModule, module).prompt_source
         longest_response = max(self.sampling.max_new_tokens, self.val_sampling.max_new_tokens)
-        if self.turns is not None:
-            longest_response *= 2  # a turn is asked for as many tokens as the shortest conversation has room for
         return None if source is None else source.max_prompt_length + longest_response
 
 

@@ -7,6 +7,7 @@ import types
 import warnings
 
 import pytest
+import yaml
 
 from verl_lightning.cli.deprecation import Renamed, renamed_classes, renamed_text
 
@@ -60,3 +61,10 @@ def test_a_class_is_found_where_it_was(old, new):
 def test_a_module_of_the_users_own_is_left_as_it_is():
     text = "class_path: mine.verl_lightning_modules.policy_losses.PPOClip"
     assert renamed_text(text) == text
+
+
+def test_overlap_is_a_number_of_steps():
+    with pytest.warns(FutureWarning, match=r"`rollout.overlap` is `rollout.max_staleness`"):
+        text = renamed_text("rollout: {class_path: RayRollout, init_args: {overlap: true}}")
+
+    assert yaml.safe_load(text)["rollout"]["init_args"] == {"max_staleness": 1}

@@ -204,6 +204,10 @@ class PromptBatch:
         """Number of prompts."""
         return len(self.rows)
 
+    def prompts(self) -> list[list[int]]:
+        """Return each prompt's tokens, without padding."""
+        return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)]
+
     def to(self, device: torch.device) -> PromptBatch:
         """Return the batch on another device, as Lightning asks of a batch."""
         moved: dict[str, Any] = {

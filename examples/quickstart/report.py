@@ -14,7 +14,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.completions import answer, make_requests, wait_for
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.seeding import derive_seed
 
@@ -28,18 +29,15 @@ def accuracy(folder: Path, questions: list[dict], *, temperature: float) -> floa
     texts = [
         tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in questions
     ]
-    tokens = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    tokens = tokenizer(texts, add_special_tokens=False).input_ids
     engine = HFEngine(
         ModelConfig(path=str(folder)), eos_token_ids=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     engine.start(torch.device("cpu"))
-    prompts = Prompts(
-        prompt_ids=tokens.input_ids,
-        prompt_mask=tokens.attention_mask.bool(),
-        seeds=[[derive_seed("quickstart", row)] for row in range(len(questions))],
-    )
-    rollout = engine.generate(prompts, SamplingConfig(max_new_tokens=12, temperature=temperature))
-    answers = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
+    seeds = [[derive_seed("quickstart", row)] for row in range(len(questions))]
+    requests = make_requests(tokens, seeds, SamplingConfig(max_new_tokens=12, temperature=temperature))
+    responses = [completion.token_ids for completion in wait_for(answer(engine.generate, requests))]
+    answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [answer == row["reward_model"]["ground_truth"] for answer, row in zip(answers, questions, strict=True)]
     return sum(right) / len(right)
 

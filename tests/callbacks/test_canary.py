@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.resume.experiment import Experiment
-from tests.rollout.mortal_engine import MortalRollout, StreamingEngine
+from tests.rollout.mortal_engine import MortalRollout
 from tests.runs import make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from tests.tiny import write_prompt_file
 from verl_lightning.callbacks import vllm_rollout
 from verl_lightning.callbacks.canary import Canary, default_limit
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.vllm_config import BesideConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed run's own folder
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarn
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-class InexactEngine(StreamingEngine):
+class InexactEngine(HFEngine):
     """Its weights are a fiftieth too large."""
 
-    def load_weights(self, weights):
-        super().load_weights((name, weight * 1.02) for name, weight in weights)
+    def load_weights(self, weights, version):
+        super().load_weights(((name, weight * 1.02) for name, weight in weights), version)
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +97,9 @@ def test_a_resumed_run_measures_the_same(tmp_path, tiny_folder):
 def test_all_ranks_ask_the_prompts_of_the_first():
     told = [[5, 6], [7]]
     trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: told))
-    batch = SimpleNamespace(
-        prompt_ids=torch.tensor([[0, 9], [8, 9]]), prompt_mask=torch.tensor([[False, True], [True, True]])
-    )
+    batch = SimpleNamespace(prompts=lambda: [[9], [8, 9]])
 
-    prompts = Canary(None).prompts(trainer, batch)
+    requests = Canary(None).requests(trainer, batch, SamplingConfig(num_samples=4, max_new_tokens=99))
 
-    assert prompts.tokens() == told
+    assert [request.prompt_ids for request in requests] == told
+    assert {request.sampling.max_new_tokens for request in requests} == {16}

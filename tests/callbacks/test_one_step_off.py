@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.testing import assert_close
 
 from tests.processes import on_ranks
 from tests.resume.experiment import Experiment, assert_same_state
@@ -19,23 +19,17 @@ from tests.tiny import write_prompt_file, write_tiny_folder
 from tests.tolerances import assert_near
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout
-from verl_lightning.callbacks.one_step_off import OneStepOffRollout, deal_out
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.callbacks.rollout_queue import Ticket, restored
+from verl_lightning.rollout.base import Completion, SamplingConfig
 from verl_lightning.rollout.turns import TurnsConfig
+from verl_lightning.types import PromptBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed run's own folder
 
 
-class HFAhead(OneStepOffRollout):
-    """Samples ahead with the HF engine."""
-
-    def make_engine(self, module):
-        return HFRollout(self.sampling, self.val_sampling).make_engine(module)
-
-
 def make_rollout():
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    return HFAhead(sampling, sampling, overlap=True)
+    return HFRollout(sampling, sampling, max_staleness=1)
 
 
 def make_module(model):
@@ -110,34 +104,49 @@ def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):
     assert recorder.column("rollout/staleness") == [0.0, 1.0]
 
 
-def saved_by(rank, ranks, *, prompts=4, samples=2):
-    """One rank's part of a global batch whose prompt ``p`` has the token ``p``, its sample ``s`` the token ``10 s``."""
-    own = torch.arange(rank, prompts, ranks)
-    tokens = torch.stack([own.repeat_interleave(samples), 10 * torch.arange(samples).repeat(len(own))], 1)
-    ones = torch.ones(len(tokens), 1)
-    rollout = {
-        "input_ids": tokens,
-        "attention_mask": ones.expand(-1, 2).bool(),
-        "response_mask": ones.bool(),
-        "rollout_log_probs": -tokens[:, :1].float(),
-        "is_truncated": ones[:, 0].bool(),
-        "prompt_index": torch.arange(len(own)).repeat_interleave(samples),
-    }
-    return {"row_index": own.tolist(), "weights_step": 0, "rollout": rollout}
+def ticket_of(rows):
+    """Of these rows, each with two responses whose tokens tell the row and the sample."""
+    batch = PromptBatch(
+        prompt_ids=torch.ones(len(rows), 1),
+        prompt_mask=torch.ones(len(rows), 1).bool(),
+        row_index=torch.tensor(rows),
+        is_duplicate=torch.zeros(len(rows)).bool(),
+        rows=[{}] * len(rows),
+    )
+    ticket = Ticket(batch, [], 3, None)
+    pairs = [(row, sample) for row in rows for sample in (0, 1)]
+    ticket.completions = [
+        Completion([row, sample][: sample + 1], [-0.1] * (sample + 1), sample == 0, 9) for row, sample in pairs
+    ]
+    return ticket
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (2, 2), (4, 2)])
 def test_other_ranks_get_the_responses_to_their_own_prompts(before, after):
-    saved = [saved_by(rank, before) for rank in range(before)]
+    rows = [7, 2, 9, 4]
+    saved = [ticket_of(rows[rank::before]).state_dict() for rank in range(before)]
+    source = SimpleNamespace(
+        row_index=sorted(rows), batch=lambda positions, _: ticket_of([sorted(rows)[p] for p in positions]).batch
+    )
+    trainer = SimpleNamespace(
+        train_dataloader=SimpleNamespace(source=source), strategy=SimpleNamespace(batch_to_device=lambda batch: batch)
+    )
 
     for rank in range(after):
-        share = deal_out(saved, rank=rank, ranks=after, pad_token_id=0)
+        contract = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=after)
+        share = restored(saved, lambda _: [], SimpleNamespace(contract=contract, trainer=trainer))
 
-        expected = saved_by(rank, after)["rollout"]
-        for name, tensor in expected.items():
-            assert_close(getattr(share, name), tensor)
+        expected = ticket_of(rows[rank::after])
+        assert share.batch.row_index.tolist() == expected.batch.row_index.tolist()
+        assert share.completions == expected.completions
+        assert share.weights_step == 3
 
 
 def test_conversations_do_not_overlap():
-    with pytest.raises(ValueError, match="`rollout.overlap` samples single responses"):
-        HFAhead(turns=TurnsConfig(environment=None), overlap=True)
+    with pytest.raises(ValueError, match="`rollout.max_staleness: 1` samples single responses"):
+        HFRollout(turns=TurnsConfig(environment=None), max_staleness=1)
+
+
+def test_two_steps_are_refused():
+    with pytest.raises(ValueError, match="`rollout.max_staleness` must be 0 or 1, got 2"):
+        HFRollout(max_staleness=2)

@@ -20,15 +20,15 @@ from verl_lightning.rollout.base import SamplingConfig
 
 
 class CountingRollout(HFRollout):
-    """Knows how many prompts its engine was asked."""
+    """Knows how many responses its engine was asked for."""
 
     def __init__(self) -> None:
         super().__init__(SamplingConfig(num_samples=2, max_new_tokens=6))
         self.asked: list[int] = []
 
-    def _generate(self, module, prompts, sampling):
-        self.asked.append(len(prompts))
-        return super()._generate(module, prompts, sampling)
+    def _complete(self, module, requests, turns=None):
+        self.asked.append(len(requests))
+        return super()._complete(module, requests, turns)
 
 
 class Witness(Callback):
@@ -63,12 +63,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("num_prompts", "part"), [(5, 3), (1, 1)])
-def test_ranks_share_the_sampling_and_learn_what_one_process_learns(folder, num_prompts, part):
-    """Five prompts on two ranks are three each; one more is asked than needed, and dropped."""
+@pytest.mark.parametrize(("num_prompts", "parts"), [(5, (3, 2)), (1, (1, 0))])
+def test_ranks_share_the_sampling_and_learn_what_one_process_learns(folder, num_prompts, parts):
     steps, norms, _ = train(folder, 1, num_prompts, "even_share")
-    for their_steps, their_norms, asked in on_ranks(2, train, folder, 2, num_prompts, "even_share"):
-        assert asked == [part] * 2
+    ranks = on_ranks(2, train, folder, 2, num_prompts, "even_share")
+    for (their_steps, their_norms, asked), part in zip(ranks, parts, strict=True):
+        assert asked == [2 * part] * 2
         assert_near((their_steps, their_norms), (steps, norms))
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 
 from verl_lightning.callbacks import RayRollout
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import Request
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.ray_engines import RayEngines
-from verl_lightning.types import Rollout
 
 
 def engine_pids(engines: RayEngines) -> list[int]:
@@ -27,13 +26,13 @@ class MortalEngine(HFEngine):
 
     order: Path
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
+    def add(self, key: int, request: Request) -> None:
         try:
             self.order.unlink()
         except FileNotFoundError:  # also if another replica was faster
-            return super().generate(prompts, sampling)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("unreachable")
+            super().add(key, request)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class EngineKiller(Callback):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.callbacks.test_one_step_off import HFAhead
 from tests.ray.engine_processes import EngineKiller, MortalEngine
+from tests.rollout.asking import sample
 from tests.rollout.test_hf_engine import make_engine, make_prompts
 from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
@@ -22,8 +23,8 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.ray.actors import ActorsLostError, RuntimeEnvironment
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.dispatcher import EngineActor, join_prompts, num_tokens, split_prompts, split_rollout
-from verl_lightning.rollout.joining import join_rollouts
+from verl_lightning.rollout.completions import answer, make_requests, wait_for
+from verl_lightning.rollout.dispatcher import EngineActor, num_tokens
 from verl_lightning.rollout.ray_engines import Caller, RayEngines
 from verl_lightning.rollout.stored_weights import store_weights
 
@@ -37,9 +38,9 @@ def assert_same_rollout(ours, theirs):
         assert_near(getattr(ours, name), getattr(theirs, name))
 
 
-def load(engines, seed):
+def load(engines, seed, version=None):
     for engine in engines:
-        engine.load_weights(list(tiny_model(seed=seed).named_parameters()))
+        engine.load_weights(list(tiny_model(seed=seed).named_parameters()), version or seed)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def callers(joined_cluster, tiny_folder, order):
     demand = Demand(option="rollout.num_replicas", count=2, cpus=1.0)
     told = []
     sends = [lambda value: told.append(value) or value] + [lambda _: told[0]] * 2
-    parts = [Caller(rank=rank, count=3, broadcast=send) for rank, send in enumerate(sends)]
-    engines = [RayEngines(engine, demand, pad_token_id=0, caller=part) for part in parts]
+    parts = [Caller(rank=rank, broadcast=send) for rank, send in enumerate(sends)]
+    engines = [RayEngines(engine, demand, caller=part) for part in parts]
     for each in engines:
         each.start(CPU)
     yield engines
@@ -70,15 +71,15 @@ def callers(joined_cluster, tiny_folder, order):
 @pytest.mark.parametrize("seed", [1, 2])  # the newest weights count
 def test_two_replicas_answer_three_callers_as_their_own_engines_would(callers, tiny_folder, seed):
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    prompts = [make_prompts(), make_prompts(rows=[3]), make_prompts(rows=[0, 2], width=12)]
+    prompts = [make_prompts(), make_prompts(rows=[3]), make_prompts(rows=[0, 2])]
     alone = make_engine(tiny_folder)
     load([alone, *callers], seed)
 
     with ThreadPoolExecutor(3) as threads:
-        rollouts = list(threads.map(lambda caller, asked: caller.generate(asked, sampling), callers, prompts))
+        rollouts = list(threads.map(lambda caller, asked: sample(caller, asked, sampling), callers, prompts))
 
     for rollout, asked in zip(rollouts, prompts, strict=True):
-        assert_same_rollout(rollout, alone.generate(asked, sampling))
+        assert_same_rollout(rollout, sample(alone, asked, sampling))
 
 
 @pytest.mark.slow
@@ -89,12 +90,12 @@ def test_a_killed_engine_is_done_without_and_its_prompts_answered(callers, tiny_
     load([alone, *callers], seed=1)
 
     order.touch()
-    rollout = callers[1].generate(make_prompts(), sampling)
+    rollout = sample(callers[1], make_prompts(), sampling)
 
     assert not order.exists()
-    assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
+    assert_same_rollout(rollout, sample(alone, make_prompts(), sampling))
     load([alone, *callers], seed=2)  # also into the one that has come in its place
-    assert_same_rollout(callers[1].generate(make_prompts(), sampling), alone.generate(make_prompts(), sampling))
+    assert_same_rollout(sample(callers[1], make_prompts(), sampling), sample(alone, make_prompts(), sampling))
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_a_run_one_step_ahead_is_the_same_with_engines_that_die(joined_cluster, 
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
     inner = HFRollout(sampling, sampling)
     recorders, killer = [Recorder(), Recorder()], EngineKiller(step=2)
-    rollouts = [HFAhead(sampling, sampling, overlap=True), RayRollout(inner, num_replicas=2, overlap=True)]
+    rollouts = [HFRollout(sampling, sampling, max_staleness=1), RayRollout(inner, num_replicas=2, max_staleness=1)]
 
     for rollout, recorder in zip(rollouts, recorders, strict=True):
         trainer = make_trainer(tmp_path, rollout, recorder, killer, max_steps=5)
@@ -118,11 +119,11 @@ def test_a_run_one_step_ahead_is_the_same_with_engines_that_die(joined_cluster, 
 @pytest.mark.slow
 @starts_ray
 def test_a_caller_with_other_weights_than_the_newest_is_refused(callers):
-    load(callers[:2], seed=1)
+    load(callers[:2], seed=1, version=9)
 
     with pytest.raises(RuntimeError, match=r"has version \d of the weights, but \d was asked for"):
-        callers[2].generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
-    load(callers[2:], seed=1)
+        sample(callers[2], make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
+    load(callers[2:], seed=1, version=9)
 
 
 @pytest.mark.slow
@@ -131,7 +132,7 @@ def test_a_caller_whose_engines_are_gone_may_start_again(callers):
     callers[0].stop()
 
     with pytest.raises(ActorsLostError) as lost:
-        callers[1].generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
+        sample(callers[1], make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=8))
 
     assert not is_mistake(lost.value)
     assert is_mistake(SystemExit(2))
@@ -144,49 +145,20 @@ def test_a_replica_with_old_weights_loads_the_newest_before_it_answers(joined_cl
     references = [store_weights(weights) for weights in (old, new)]
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
     alone = make_engine(tiny_folder)
-    alone.load_weights(new)
+    alone.load_weights(new, 1)
     replica = EngineActor(make_engine(tiny_folder), CPU, RuntimeEnvironment.here())
     replica.load_weights(1, references[0])
 
-    version, rollout = replica.generate(2, references[1], make_prompts(), sampling)
+    requests = make_requests(*make_prompts(), sampling)
 
-    assert version == 2
-    assert_same_rollout(rollout, alone.generate(make_prompts(), sampling))
+    completions = asyncio.run(replica.generate(2, references[1], requests))
 
-
-def test_prompts_are_split_evenly_and_joined_again(tiny_folder):
-    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    engine = make_engine(tiny_folder)
-    prompts = make_prompts()
-
-    parts = split_prompts(prompts, 3)
-
-    assert [len(part) for part in parts] == [1, 2, 2]
-    assert num_tokens(parts[1], sampling) == (9 + 5) + 2 * 3 * 8
-    assert [len(part) for part in split_prompts(prompts, 9)] == [1] * 5
-    joined = join_rollouts([engine.generate(part, sampling) for part in parts], pad_token_id=0)
-    assert_same_rollout(joined, engine.generate(prompts, sampling))
+    assert {completion.weights_version for completion in completions} == {2}
+    expected = wait_for(answer(alone.generate, requests))
+    assert [completion.token_ids for completion in completions] == [each.token_ids for each in expected]
 
 
-def test_callers_get_their_own_rows_of_one_batch(tiny_folder):
-    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    engine = make_engine(tiny_folder)
-    parts = [make_prompts(rows=[4]), make_prompts(rows=[1, 0], width=20)]
+def test_samples_of_a_prompt_count_its_tokens_once():
+    requests = make_requests(*make_prompts(rows=[1, 2]), SamplingConfig(num_samples=3, max_new_tokens=8))
 
-    rollouts = split_rollout(engine.generate(join_prompts(parts), sampling), parts)
-
-    for rollout, part in zip(rollouts, parts, strict=True):
-        assert_same_rollout(rollout, engine.generate(part, sampling))
-
-
-def test_shorter_parts_are_filled(tiny_folder):
-    engine = make_engine(tiny_folder)
-    short, long = (SamplingConfig(max_new_tokens=length) for length in (2, 5))
-    parts = [engine.generate(make_prompts(num_samples=1, rows=[row]), s) for row, s in ((0, short), (1, long))]
-
-    joined = join_rollouts(parts, pad_token_id=7)
-
-    assert joined.response_mask.tolist() == [[True] * 2 + [False] * 3, [True] * 5]
-    assert joined.response_ids[0, 2:].tolist() == [7] * 3
-    assert joined.rollout_log_probs[0, 2:].tolist() == [0.0] * 3
-    assert joined.prompt_index.tolist() == [0, 1]
+    assert num_tokens(requests) == (9 + 5) + 2 * 3 * 8

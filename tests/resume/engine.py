@@ -6,11 +6,12 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.rollout.mortal_engine import Fork, StreamingEngine
+from tests.rollout.mortal_engine import Fork
 from verl_lightning.callbacks import VLLMRollout, vllm_rollout
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.processes.supervisor import SupervisedProcess, supervise
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.vllm_config import BesideConfig, VLLMConfig
 from verl_lightning.rollout.worker import Worker
@@ -25,7 +26,7 @@ class SupervisedWorker(Worker):
 
     def _make_engine(self, config: VLLMConfig) -> Any:
         model = ModelConfig(path=config.path)
-        return StreamingEngine(model, eos_token_ids=config.eos_token_ids, pad_token_id=config.pad_token_id)
+        return HFEngine(model, eos_token_ids=config.eos_token_ids, pad_token_id=config.pad_token_id)
 
 
 class SupervisedEngine(ProcessEngine):

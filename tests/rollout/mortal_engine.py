@@ -18,25 +18,10 @@ from torch import Tensor
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.processes.supervisor import SupervisedProcess
-from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.completions import Completion
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.worker import Worker
-
-
-class StreamingEngine(HFEngine):
-    """The HF engine, with what a worker asks of vLLM's."""
-
-    def stream(self, prompts: Prompts, sampling: SamplingConfig) -> Iterator[tuple[int, Completion]]:
-        rollout = self.generate(prompts, sampling)
-        for row, length in enumerate(rollout.response_mask.sum(1).tolist()):
-            tokens, log_probs = rollout.response_ids[row, :length], rollout.rollout_log_probs[row, :length]
-            yield row, Completion(tokens.tolist(), log_probs.tolist(), bool(rollout.is_truncated[row]))
-
-    def drop_caches(self) -> None:
-        """Has none."""
 
 
 class MortalWorker(Worker):
@@ -61,13 +46,19 @@ class MortalWorker(Worker):
         if f"{event} {number}" in self.rollout.deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _serve(self, do: str, request: dict[str, Any]) -> None:
+    def _serve(self, do: str, message: dict[str, Any]) -> None:
         self.meet(do)
-        super()._serve(do, request)
-        self.meet(f"{do} is done")
+        super()._serve(do, message)
+        if do != "generate":
+            self.meet(f"{do} is done")
+
+    def _step(self) -> None:
+        super()._step()
+        if not self._unfinished:
+            self.meet("generate is done")
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        if "row" in answer:
+        if "completion" in answer:
             self.meet("answer")
         super()._answer(answer)
 
@@ -118,7 +109,7 @@ class MortalRollout(VLLMRollout):
     """Samples with an engine that dies at some events, and needs no vLLM."""
 
     deaths: frozenset[str] = frozenset()
-    engine_class: type[StreamingEngine] = StreamingEngine
+    engine_class: type[HFEngine] = HFEngine
     folder: Path
 
     def make_engine(self, module: Any) -> Any:

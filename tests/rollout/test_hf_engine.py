@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.asking import Prompts, sample
 from tests.tiny import tiny_model
 from tests.tolerances import assert_near
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.hf import HFEngine, sample_tokens
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.completions import pad_left
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.token_sampling import sample_tokens
 
 LENGTHS = (3, 9, 5, 12, 7)
 PAD = 0
@@ -25,14 +26,12 @@ def make_engine(folder, **options):
     return engine
 
 
-def make_prompts(*, num_samples=3, rows=range(5), width=14):
+def make_prompts(*, num_samples=3, rows=range(5)):
     """Random prompts of unequal lengths; a row has the same tokens and seeds in any batch."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(6, 100, (len(LENGTHS), width), generator=generator)
-    mask = torch.arange(width) >= width - torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(6, 100, (len(LENGTHS), 14), generator=torch.Generator().manual_seed(0))
     rows = list(rows)
     seeds = [[1000 * row + sample for sample in range(num_samples)] for row in rows]
-    return Prompts(prompt_ids=ids.masked_fill(~mask, PAD)[rows], prompt_mask=mask[rows], seeds=seeds)
+    return Prompts([ids[row, 14 - LENGTHS[row] :].tolist() for row in rows], seeds)
 
 
 def responses(rollout):
@@ -61,10 +60,11 @@ def end_bias(strength=3.0, token=1):
 
 def test_greedy_is_what_transformers_generates(tiny_folder):
     prompts = make_prompts(num_samples=1)
-    rollout = make_engine(tiny_folder).generate(prompts, SamplingConfig(max_new_tokens=10, temperature=0.0))
+    rollout = sample(make_engine(tiny_folder), prompts, SamplingConfig(max_new_tokens=10, temperature=0.0))
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    inputs = {"input_ids": prompts.prompt_ids, "attention_mask": prompts.prompt_mask.long()}
+    mask = pad_left([[1] * len(tokens) for tokens in prompts.tokens], 0)
+    inputs = {"input_ids": pad_left(prompts.tokens, PAD), "attention_mask": mask}
     expected = model.generate(**inputs, max_new_tokens=10, do_sample=False, eos_token_id=1, pad_token_id=PAD)
     assert_close(rollout.input_ids, expected)
 
@@ -72,32 +72,32 @@ def test_greedy_is_what_transformers_generates(tiny_folder):
 def test_samples_do_not_depend_on_the_batch(tiny_folder):
     engine = end_soon(make_engine(tiny_folder), bias=end_bias())
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    whole = responses(engine.generate(make_prompts(), sampling))
+    whole = responses(sample(engine, make_prompts(), sampling))
 
     for row in range(len(LENGTHS)):
-        alone = engine.generate(make_prompts(rows=[row], width=14), sampling)
+        alone = sample(engine, make_prompts(rows=[row]), sampling)
         assert responses(alone) == whole[3 * row : 3 * row + 3]
-    turned = responses(engine.generate(make_prompts(rows=reversed(range(len(LENGTHS)))), sampling))
+    turned = responses(sample(engine, make_prompts(rows=reversed(range(len(LENGTHS)))), sampling))
     assert turned == [whole[3 * row + sample] for row in reversed(range(len(LENGTHS))) for sample in range(3)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 6, 7])
-def test_samples_do_not_depend_on_chunks(tiny_folder, batch_size):
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 7])
+def test_sequences_that_take_free_places_are_sampled_alike(tiny_folder, batch_size):
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    whole = end_soon(make_engine(tiny_folder), bias=end_bias()).generate(make_prompts(), sampling)
+    whole = sample(end_soon(make_engine(tiny_folder), bias=end_bias()), make_prompts(), sampling)
     engine = end_soon(make_engine(tiny_folder, batch_size=batch_size), bias=end_bias())
-    chunked = engine.generate(make_prompts(), sampling)
+    refilled = sample(engine, make_prompts(), sampling)
 
-    assert_close(chunked.response_ids, whole.response_ids)
-    assert_close(chunked.rollout_log_probs, whole.rollout_log_probs)
-    assert_close(chunked.prompt_index, whole.prompt_index)
+    assert_close(refilled.response_ids, whole.response_ids)
+    assert_near(refilled.rollout_log_probs, whole.rollout_log_probs)
+    assert_close(refilled.prompt_index, whole.prompt_index)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 def test_log_probs_are_those_of_one_full_forward_pass(tiny_folder, temperature):
     """At the temperature, over the whole vocabulary, even where truncation chose the tokens."""
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8, temperature=temperature, top_k=20, top_p=0.9)
-    rollout = make_engine(tiny_folder).generate(make_prompts(), sampling)
+    rollout = sample(make_engine(tiny_folder), make_prompts(), sampling)
 
     expected = full_log_probs(AutoModelForCausalLM.from_pretrained(tiny_folder), rollout)
     assert rollout.temperature == temperature
@@ -106,7 +106,7 @@ def test_log_probs_are_those_of_one_full_forward_pass(tiny_folder, temperature):
 
 def test_responses_end_with_their_end_token(tiny_folder):
     engine = end_soon(make_engine(tiny_folder, eos_token_ids=[1, 50]), bias=end_bias() + end_bias(token=50))
-    rollout = engine.generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
+    rollout = sample(engine, make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
 
     ended = [row for row, cut in zip(responses(rollout), rollout.is_truncated.tolist(), strict=True) if not cut]
     cut = [row for row, cut in zip(responses(rollout), rollout.is_truncated.tolist(), strict=True) if cut]
@@ -121,11 +121,11 @@ def test_responses_end_with_their_end_token(tiny_folder):
 def test_an_end_token_that_is_also_the_pad_token_is_trained_on(tiny_folder):
     """Masks come from positions: the sampled end counts, the padding after it does not."""
     engine = end_soon(make_engine(tiny_folder, pad_token_id=1), bias=end_bias())
-    rollout = engine.generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
+    rollout = sample(engine, make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
     usual = end_soon(make_engine(tiny_folder), bias=end_bias())
 
     assert responses(rollout) == responses(
-        usual.generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
+        sample(usual, make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
     )
     assert any(row[-1] == 1 for row in responses(rollout))
     assert (rollout.response_mask.sum(-1) == torch.tensor([len(row) for row in responses(rollout)])).all()
@@ -133,7 +133,7 @@ def test_an_end_token_that_is_also_the_pad_token_is_trained_on(tiny_folder):
 
 def test_columns_end_with_the_longest_response(tiny_folder):
     engine = end_soon(make_engine(tiny_folder), bias=end_bias(30.0))  # ends at once
-    rollout = engine.generate(make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
+    rollout = sample(engine, make_prompts(), SamplingConfig(num_samples=3, max_new_tokens=6))
     assert responses(rollout) == [[1]] * 15
     assert rollout.response_mask.shape == (15, 1)
     assert not rollout.is_truncated.any()
@@ -192,11 +192,11 @@ def test_noise_at_its_bounds_gives_tokens_that_can_be_sampled():
 def test_new_weights_are_sampled_from(tiny_folder):
     engine, other = make_engine(tiny_folder), tiny_model(seed=7)
     sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    before = engine.generate(make_prompts(), sampling)
+    before = sample(engine, make_prompts(), sampling)
 
-    engine.load_weights((name, weight.detach()) for name, weight in other.named_parameters())
+    engine.load_weights(((name, weight.detach()) for name, weight in other.named_parameters()), 1)
 
-    after = engine.generate(make_prompts(), sampling)
+    after = sample(engine, make_prompts(), sampling)
     assert responses(after) != responses(before)
     assert_near(after.rollout_log_probs, full_log_probs(other, after))
 
@@ -204,17 +204,17 @@ def test_new_weights_are_sampled_from(tiny_folder):
 def test_weights_by_other_names_are_errors(tiny_folder):
     engine, weights = make_engine(tiny_folder), dict(tiny_model().named_parameters())
     with pytest.raises(ValueError, match=r"sent the weight `lm_head\.weight`, which the rollout model does not have"):
-        engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}.items())
+        engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}.items(), 1)
     del weights["model.norm.weight"]
     with pytest.raises(ValueError, match=r"did not send 1 weights, such as `model\.norm\.weight`"):
-        engine.load_weights(weights.items())
+        engine.load_weights(weights.items(), 1)
 
 
 def test_an_engine_that_was_not_started_says_so(tiny_folder):
     engine = make_engine(tiny_folder)
     engine.stop()
     with pytest.raises(RuntimeError, match=r"`start` the engine"):
-        engine.generate(make_prompts(), SamplingConfig())
+        sample(engine, make_prompts(), SamplingConfig())
 
 
 @pytest.mark.parametrize(
@@ -232,24 +232,13 @@ def test_sampling_options_out_of_range(options, message):
         SamplingConfig(**options)
 
 
-def test_padding_width_changes_nothing(tiny_folder):
-    narrow = make_prompts()
-    wide = replace(
-        narrow,
-        prompt_ids=torch.nn.functional.pad(narrow.prompt_ids, (5, 0), value=PAD),
-        prompt_mask=torch.nn.functional.pad(narrow.prompt_mask, (5, 0), value=False),
-    )
-    engine, sampling = make_engine(tiny_folder), SamplingConfig(num_samples=3, max_new_tokens=8)
-    assert responses(engine.generate(wide, sampling)) == responses(engine.generate(narrow, sampling))
-
-
 def test_sequences_have_their_probabilities(tiny_folder):
     """First tokens as the model says, second tokens independent of the first tokens' noise."""
-    engine = make_engine(tiny_folder, eos_token_ids=[])
-    prompts = replace(make_prompts(rows=[1]), seeds=[list(range(5000))])
-    tokens = engine.generate(prompts, SamplingConfig(num_samples=5000, max_new_tokens=2)).response_ids
+    engine = make_engine(tiny_folder, eos_token_ids=[], batch_size=5000)
+    prompts = make_prompts(rows=[1])._replace(seeds=[list(range(5000))])
+    tokens = sample(engine, prompts, SamplingConfig(num_samples=5000, max_new_tokens=2)).response_ids
 
-    logits = AutoModelForCausalLM.from_pretrained(tiny_folder)(prompts.prompt_ids[:, -LENGTHS[1] :]).logits[0, -1]
+    logits = AutoModelForCausalLM.from_pretrained(tiny_folder)(torch.tensor(prompts.tokens)).logits[0, -1]
     assert chi_square(tokens[:, 0], logits.detach().double().softmax(-1)) < 149.4  # 99.9th percentile at 101 degrees
     # Probabilities are nearly equal here, so the token's number shows the noise that drew it.
     assert abs(float(torch.corrcoef(tokens.T.double())[0, 1])) < 0.06  # four standard errors

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.rollout.asking import Prompts, sample
 from tests.rollout.vllm_parts import PAD, make_prompts
 from tests.runs import Recorder, make_ppo, make_rollout, make_trainer
 from tests.runs import make_prompts as make_prompt_data
@@ -14,9 +15,9 @@ from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.turns import Environment, Trajectory, TurnsConfig, play
+from verl_lightning.rollout.turns import Environment, Trajectory, TurnsConfig
 
 SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=20)
 
@@ -39,8 +40,7 @@ def engine(tiny_folder):
 
 @pytest.fixture(scope="module")
 def rollout(engine):
-    turns = TurnsConfig(environment=Clerk(), max_turns=4)
-    return play(engine.generate, make_prompts(num_samples=4), SAMPLING, turns, tiny_tokenizer())
+    return sample(engine, make_prompts(num_samples=4), SAMPLING, TurnsConfig(environment=Clerk(), max_turns=4))
 
 
 def runs_of(values):
@@ -78,40 +78,45 @@ def test_log_probs_are_those_of_the_whole_conversation(rollout, tiny_folder):
 def test_a_turn_is_what_the_engine_says_to_the_same_tokens(engine):
     greedy = dataclasses.replace(SAMPLING, num_samples=1, temperature=0.0)
     turns = TurnsConfig(environment=Clerk(), max_turns=2)
-    rollout = play(engine.generate, make_prompts([5]), greedy, turns, tiny_tokenizer())
+    rollout = sample(engine, make_prompts([5]), greedy, turns)
     stretches = runs_of(rollout.response_mask[0].tolist())
     assert [is_own for is_own, _ in stretches] == [True, False, True]
     said = stretches[0][1] + stretches[1][1]
     prompt = rollout.input_ids[:, : 5 + said]
 
-    again = engine.generate(
-        dataclasses.replace(make_prompts([5]), prompt_ids=prompt, prompt_mask=torch.ones_like(prompt).bool()),
-        dataclasses.replace(greedy, max_new_tokens=20 - said),
-    )
+    rest = dataclasses.replace(greedy, max_new_tokens=20 - said)
+    again = sample(engine, Prompts(prompt.tolist(), [[0]]), rest)
 
     assert rollout.response_ids[0, said:].tolist() == again.response_ids[0].tolist()
 
 
-def test_all_turns_share_the_room():
-    trajectory = Trajectory([5, 6], seed=0, max_tokens=6)
+def make_trajectory(max_tokens):
+    single = dataclasses.replace(SAMPLING, num_samples=1, max_new_tokens=max_tokens)
+    return Trajectory(Request(prompt_ids=[5, 6], sampling=single, seed=0, name="prompt 0, sample 0"))
 
-    trajectory.add_response([7, 8], [-1.0, -2.0], is_truncated=False)
+
+def test_all_turns_share_the_room():
+    trajectory = make_trajectory(max_tokens=6)
+
+    trajectory.add_response(Completion([7, 8], [-1.0, -2.0], False, 1), "")
     trajectory.add_observation("x", [9])
-    trajectory.add_response([10, 11, 12, 13], [-1.0] * 4, is_truncated=False)
+    assert trajectory.next_request.prompt_ids == [5, 6, 7, 8, 9]
+    assert trajectory.next_request.sampling.max_new_tokens == 3
+    trajectory.add_response(Completion([10, 11, 12], [-1.0] * 3, True, 1), "")
 
     assert trajectory.to_completion() == (
-        [7, 8, 9, 10, 11, 12], [-1.0, -2.0, 0.0, -1.0, -1.0, -1.0], True, [True, True, False, True, True, True]
+        [7, 8, 9, 10, 11, 12], [-1.0, -2.0, 0.0, -1.0, -1.0, -1.0], True, 1, [True, True, False, True, True, True]
     )  # fmt: skip
 
 
 def test_a_reply_without_room_for_an_answer_ends_a_conversation():
-    trajectory = Trajectory([5], seed=0, max_tokens=3)
-    trajectory.add_response([7, 8], [-1.0, -2.0], is_truncated=False)
+    trajectory = make_trajectory(max_tokens=3)
+    trajectory.add_response(Completion([7, 8], [-1.0, -2.0], False, 1), "")
 
     trajectory.add_observation("x", [9])
 
     assert not trajectory.is_open
-    assert trajectory.to_completion() == ([7, 8], [-1.0, -2.0], True, [True, True])
+    assert trajectory.to_completion() == ([7, 8], [-1.0, -2.0], True, 1, [True, True])
 
 
 def test_a_run_learns_from_conversations(tmp_path, tiny_folder, prompt_file):

@@ -39,10 +39,16 @@ class Silence(Environment):
         ({"gpu_memory_utilization": 1.5}, r"`rollout.gpu_memory_utilization` must lie in \(0, 1\], got 1.5"),
         ({"canary_limit": 0.0}, r"`rollout.canary_limit` must be above 0 nats per token, got 0.0"),
         ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
-        ({"overlap": True}, r"`rollout.overlap` needs engines with GPUs of their own: set `rollout.beside`"),
+        (
+            {"max_staleness": 1},
+            r"`rollout.max_staleness: 1` needs engines with GPUs of their own: set `rollout.beside`",
+        ),
         ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
         ({"tensor_parallel_size": 2, "beside": BesideConfig()}, r"Set it to 1, or take `beside` out; got 2"),
-        ({"turns": TurnsConfig(environment=Silence()), "beside": BesideConfig()}, r"take `rollout.beside` out"),
+        (
+            {"turns": TurnsConfig(environment=Silence()), "tensor_parallel_size": 2},
+            r"`rollout.turns` needs an engine",
+        ),
         ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, r"`temperature` is 0.7. Set it to 1, or"),
     ],
 )
@@ -130,7 +136,7 @@ def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folde
 
 
 def test_overlap_needs_a_correction(tmp_path, tiny_folder, prompt_file):
-    trainer = make_trainer(tmp_path, VLLMRollout(beside=BesideConfig(), overlap=True))
+    trainer = make_trainer(tmp_path, VLLMRollout(beside=BesideConfig(), max_staleness=1))
 
     with pytest.raises(MisconfigurationException, match=r"policy of one step before, but nothing corrects for that"):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))

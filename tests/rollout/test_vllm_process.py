@@ -11,6 +11,7 @@ from lightning.pytorch import seed_everything
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
@@ -37,7 +38,7 @@ def start_engine(folder, **options):
     """An engine in a process of its own, with the folder's weights."""
     engine = ProcessEngine(make_vllm_config(folder), **options)
     engine.start(torch.device("cpu"))
-    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)))
+    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)), 1)
     return engine
 
 
@@ -46,11 +47,11 @@ class Killer(VLLMRollout):
 
     steps: tuple[int, ...] = ()
 
-    def _generate(self, module, prompts, sampling):
+    def _complete(self, module, requests, turns=None):
         if module.trainer.global_step in self.steps:
             self.steps = tuple(set(self.steps) - {module.trainer.global_step})
             os.kill(self._vllm.pid, signal.SIGKILL)
-        return super()._generate(module, prompts, sampling)
+        return super()._complete(module, requests, turns)
 
 
 def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):
@@ -67,14 +68,14 @@ def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):
 
 def test_a_process_answers_and_refuses_as_the_engine_does_and_may_be_killed(folder):
     engine = start_engine(folder)
-    expected = make_hf_engine(folder).generate(make_prompts(), GREEDY)
+    expected = sample(make_hf_engine(folder), make_prompts(), GREEDY)
 
-    rollout = engine.generate(make_prompts(), GREEDY)
+    rollout = sample(engine, make_prompts(), GREEDY)
     with pytest.raises(ValueError, match=r"a prompt of 60 tokens and a response of 12 don't fit"):
-        engine.generate(make_prompts([60]), GREEDY)
+        sample(engine, make_prompts([60]), GREEDY)
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match="ended with -9"):
-        engine.generate(make_prompts(), GREEDY)
+        sample(engine, make_prompts(), GREEDY)
     engine.stop()
 
     assert_close(rollout.input_ids, expected.input_ids)
@@ -88,8 +89,8 @@ def test_a_stuck_engine_is_killed_and_its_request_named(folder):
     engine.grace = 1.0
     os.kill(engine.pid, signal.SIGSTOP)
 
-    with pytest.raises(TimeoutError, match=r"3 of 3 responses .* = 1 s; the first is that to prompt 0, sample 0"):
-        engine.generate(make_prompts(), GREEDY)
+    with pytest.raises(TimeoutError, match=r"3 responses .* = 1 s; the first is that to prompt 0, sample 0"):
+        sample(engine, make_prompts(), GREEDY)
     engine.stop()
 
 
@@ -112,7 +113,7 @@ def test_a_run_stops_when_engines_keep_dying(tmp_path, folder, prompt_file):
 def test_overlapped_responses_are_one_step_old_and_corrected(tmp_path, folder, prompt_file):
     seed_everything(0, verbose=False)
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    rollout = VLLMRollout(sampling, sampling, enforce_eager=True, beside=BesideConfig(), overlap=True)
+    rollout = VLLMRollout(sampling, sampling, enforce_eager=True, beside=BesideConfig(), max_staleness=1)
     recorder = Recorder()
     module = make_ppo(folder, actor=make_model_config(folder, lr=1e-2), corrections=[TruncatedImportanceSampling()])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.compat import vllm as compat
@@ -34,8 +35,8 @@ def gap(folder: Path) -> float:
     engine.start(torch.device("cpu"))
     scorer = build_scorer(ModelConfig(path=str(folder)), "policy", trainable=False)
     try:
-        engine.load_weights((name, weight.bfloat16()) for name, weight in scorer.backbone.named_parameters())
-        rollout = engine.generate(make_prompts((9, 20, 30), num_samples=4), SAMPLING)
+        engine.load_weights(((name, weight.bfloat16()) for name, weight in scorer.backbone.named_parameters()), 1)
+        rollout = sample(engine, make_prompts((9, 20, 30), num_samples=4), SAMPLING)
     finally:
         engine.stop()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

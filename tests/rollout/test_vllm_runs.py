@@ -10,6 +10,7 @@ from lightning.pytorch import seed_everything
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.asking import sample
 from tests.rollout.test_turns import Clerk
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
@@ -44,17 +45,18 @@ def make_vllm_rollout(rollout_class=VLLMRollout, **changes):
 class LossyEngine(VLLMEngine):
     """A sync that loses one weight."""
 
-    def load_weights(self, weights):
-        super().load_weights((name, weight) for name, weight in weights if "layers.0.mlp.down_proj" not in name)
+    def load_weights(self, weights, version):
+        kept = ((name, weight) for name, weight in weights if "layers.0.mlp.down_proj" not in name)
+        super().load_weights(kept, version)
 
 
 class StaleEngine(VLLMEngine):
     """A sync that works once."""
 
-    def load_weights(self, weights):
-        self.loads = getattr(self, "loads", 0) + 1
-        if self.loads == 1:
-            super().load_weights(weights)
+    def load_weights(self, weights, version):
+        if version == 1:
+            super().load_weights(weights, version)
+        self._version = version
 
 
 @pytest.mark.parametrize(("engine_class", "step"), [(LossyEngine, 0), (StaleEngine, 1)])
@@ -93,15 +95,13 @@ def test_truncated_sampling_reports_log_probs_over_the_whole_vocabulary(folder):
     torch.manual_seed(3)
     engine.start(torch.device("cpu"))
     draw = torch.rand(1)
-    engine.load_weights(weights_of(model))
+    engine.load_weights(weights_of(model), 1)
 
-    rollout = engine.generate(
-        make_prompts([8], num_samples=8), SamplingConfig(num_samples=8, max_new_tokens=1, top_k=3)
-    )
+    rollout = sample(engine, make_prompts([8], num_samples=8), SamplingConfig(num_samples=8, max_new_tokens=1, top_k=3))
     engine.stop()
 
     with torch.no_grad():
-        log_probs = model(make_prompts([8]).prompt_ids).logits[0, -1].log_softmax(-1)
+        log_probs = model(torch.tensor(make_prompts([8]).tokens)).logits[0, -1].log_softmax(-1)
     assert set(rollout.response_ids.flatten().tolist()) <= set(log_probs.topk(3).indices.tolist())
     assert_close(rollout.rollout_log_probs[:, 0], log_probs[rollout.response_ids[:, 0]], atol=1e-4, rtol=0)
     assert_close(draw, expected_draw)

@@ -10,10 +10,12 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
 from verl_lightning.rollout.base import Guide, SamplingConfig
-from verl_lightning.rollout.vllm import VLLMEngine, check_speculation
+from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import SpeculationConfig, SpeculationMethod
+from verl_lightning.rollout.vllm_sampling import check_speculation
 from verl_lightning.rollout.worker import decode_config
 
 
@@ -92,10 +94,10 @@ def test_guessed_responses_are_those_of_the_policy(tmp_path):
     engine, expected = VLLMEngine(make_vllm_config(draft, speculation=speculation)), make_hf_engine(draft)
     engine.start(torch.device("cpu"))
     for each in (engine, expected):
-        each.load_weights(weights_of(model))
+        each.load_weights(weights_of(model), 1)
 
     greedy = SamplingConfig(max_new_tokens=24, temperature=0.0)
-    ours, theirs = engine.generate(make_prompts(), greedy), expected.generate(make_prompts(), greedy)
+    ours, theirs = sample(engine, make_prompts(), greedy), sample(expected, make_prompts(), greedy)
     used = engine._running.llm_engine.vllm_config.speculative_config
     engine.stop()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from verl_lightning.rollout.base import Guide, SamplingConfig
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 def engine(folder):
     engine = make_vllm_engine(folder, makes_text=True)
     engine.start(torch.device("cpu"))
-    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)))
+    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)), 1)
     yield engine
     engine.stop()
 
@@ -37,10 +38,10 @@ def texts_of(rollout, folder):
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_text(engine, folder):
     greedy = SamplingConfig(max_new_tokens=12, temperature=0.0)
-    free = engine.generate(make_prompts(), greedy)
+    free = sample(engine, make_prompts(), greedy)
     stop = texts_of(free, folder)[1][2:4]
 
-    stopped = engine.generate(make_prompts(), SamplingConfig(max_new_tokens=12, temperature=0.0, stop=[stop]))
+    stopped = sample(engine, make_prompts(), SamplingConfig(max_new_tokens=12, temperature=0.0, stop=[stop]))
 
     text, length = texts_of(stopped, folder)[1], int(stopped.response_mask[1].sum())
     assert stop in text
@@ -67,7 +68,7 @@ def test_a_guide_that_vllm_does_not_understand_is_refused(folder, guide):
 def test_guided_responses_have_the_form_asked_for(engine, folder, guide, form):
     sampling = SamplingConfig(num_samples=4, max_new_tokens=12, guide=guide)
 
-    texts = texts_of(engine.generate(make_prompts(num_samples=4), sampling), folder)
+    texts = texts_of(sample(engine, make_prompts(num_samples=4), sampling), folder)
 
     assert all(re.fullmatch(form, text) for text in texts)
     assert len(texts) == 12

@@ -9,8 +9,9 @@ import time
 from types import SimpleNamespace as Plain
 
 from tests.processes import start
+from tests.rollout.asking import Prompts, sample
 from verl_lightning.rollout import vllm, watchdog
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.vllm_config import VLLMConfig
 
 LONG = 1000.0
@@ -18,28 +19,26 @@ LONG = 1000.0
 
 
 class Stuck(vllm.VLLMEngine):
-    """Has three requests of which one is answered, and a second step that never returns."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        output = Plain(token_ids=[1], logprobs=Plain(logprobs=[0.0]), finish_reason="stop")
-        self._answers = [[Plain(request_id="0", outputs=[output])]]
+    """Answers the first of its requests, and has a second step that never returns."""
 
     @property
     def _running(self):
-        return Plain(llm_engine=Plain(step=self._step, has_unfinished_requests=lambda: True))
+        return Plain(llm_engine=Plain(step=self._step, abort_request=lambda keys: None))
 
     def _step(self):
-        return self._answers.pop() if self._answers else time.sleep(LONG)
+        if len(self._late) < 3:
+            time.sleep(LONG)
+        output = Plain(token_ids=[1], logprobs=Plain(logprobs=[0.0]), finish_reason="stop")
+        return [Plain(request_id="0", outputs=[output])]
 
-    def _add_requests(self, prompts, sampling):
-        return {"0": 0, "1": 1, "2": 2}
+    def add(self, key, request):
+        self._late[key] = vllm.Late(request.name, time.monotonic())
 
 
 def take_a_stuck_step():
     watchdog.LAST_SECONDS, vllm.STUCK_SECONDS = LONG, 2.0
     engine = Stuck(VLLMConfig(path="", eos_token_ids=[1], pad_token_id=0, max_model_len=9, deadline=0.1))
-    engine.generate(Prompts.from_tokens([[5], [6], [7]], [[0], [1], [2]]), SamplingConfig())
+    sample(engine, Prompts([[5], [6], [7]], [[0], [1], [2]]), SamplingConfig())
 
 
 def wait_without_end():
@@ -58,9 +57,9 @@ def test_a_stuck_step_of_the_engine_names_its_requests(tmp_path):
     with start(take_a_stuck_step, folder=tmp_path) as process:
         said = process.wait(code=watchdog.EXIT_CODE)
 
-    assert "step 2 of vLLM did not return. 2 of 3 responses were not finished" in said
+    assert "step 1 of vLLM did not return. 2 responses were not finished" in said
     assert "that to prompt 1, sample 0" in said
-    assert "in stream" in said
+    assert "in step" in said
 
 
 def test_a_stuck_process_ends_and_shows_its_stack(tmp_path):

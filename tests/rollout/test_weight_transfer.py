@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from verl_lightning.compat.vllm import repack_output_heads
 from verl_lightning.rollout.base import SamplingConfig
@@ -101,7 +102,7 @@ def test_an_engine_uses_what_vllms_own_transfer_brings(tmp_path):
     engine._running.apply_model(repack_output_heads)  # only on CPUs
 
     greedy = SamplingConfig(max_new_tokens=12, temperature=0.0)
-    ours, expected = (each.generate(make_prompts(), greedy) for each in (engine, make_hf_engine(folder)))
+    ours, expected = (sample(each, make_prompts(), greedy) for each in (engine, make_hf_engine(folder)))
     engine.stop()
     assert_close(ours.input_ids, expected.input_ids)
     assert_close(ours.rollout_log_probs, expected.rollout_log_probs, atol=1e-4, rtol=0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.rollout.asking import Prompts
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.rollout.base import Prompts
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import VLLMConfig
@@ -49,12 +49,11 @@ def make_hf_engine(folder: Path) -> HFEngine:
 
 
 def make_prompts(lengths: Iterable[int] = (3, 9, 6), *, num_samples: int = 1) -> Prompts:
-    """Left-padded random prompts of these lengths, each sample with a seed of its own."""
-    lengths = list(lengths)
-    ids = torch.randint(5, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(max(lengths)).flip(0) < torch.tensor(lengths)[:, None]
-    seeds = [[100 * row + sample for sample in range(num_samples)] for row in range(len(lengths))]
-    return Prompts(prompt_ids=ids.masked_fill(~mask, PAD), prompt_mask=mask, seeds=seeds)
+    """Random prompts of these lengths, each sample with a seed of its own."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(5, 100, (length,), generator=generator).tolist() for length in lengths]
+    seeds = [[100 * row + sample for sample in range(num_samples)] for row in range(len(tokens))]
+    return Prompts(tokens, seeds)
 
 
 def weights_of(model: torch.nn.Module) -> list[tuple[str, Tensor]]:

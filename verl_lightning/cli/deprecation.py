@@ -84,6 +84,7 @@ RENAMED_OPTIONS: tuple[RenamedOption, ...] = (
         gone_in="0.3",
         convert=lambda is_on: "full" if is_on else "none",
     ),
+    RenamedOption(old="rollout.overlap", new="rollout.max_staleness", since="0.1", gone_in="0.3", convert=int),
 )
 """Options that have another name now."""
 

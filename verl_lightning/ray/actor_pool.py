@@ -13,7 +13,7 @@ from verl_lightning.ray.actors import START_SECONDS, ActorsLostError
 MAX_DEATHS = 3
 """Number of deaths of actors over the same request at which it is given up, as the request's fault."""
 
-_MAX_IN_FLIGHT = 2  # requests that an actor holds: one in hand, and one that hides the way there and back
+_MAX_IN_FLIGHT = 2  # one in hand, and one that hides the way there and back
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,12 @@ class ActorPool:
 
     Args:
         actors: Each with a method ``ready``.
+        max_in_flight: Most requests that an actor holds.
     """
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], max_in_flight: int = _MAX_IN_FLIGHT) -> None:
         self.actors = actors
+        self._max_in_flight = max_in_flight
         self._held: list[list[float]] = [[] for _ in actors]  # costs of what each was asked
         self._down: dict[int, asyncio.Task[None]] = {}  # those that died, with who waits for their successors
         self._lost: dict[int, BaseException] = {}  # those of them that nobody waits for any more
@@ -96,7 +98,7 @@ class ActorPool:
         return index
 
     def _is_free(self, index: int) -> bool:
-        return index not in self._down and len(self._held[index]) < _MAX_IN_FLIGHT
+        return index not in self._down and len(self._held[index]) < self._max_in_flight
 
     def _lose(self, index: int) -> None:
         if index not in self._down:

@@ -1,17 +1,14 @@
-"""The protocol of rollout engines, their prompts, and the settings of sampling."""
+"""The protocol of rollout engines: a request, its completion, and the settings of sampling."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
-
-from verl_lightning.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,50 +87,55 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """Prompts to answer, and the seed of each answer."""
+class Request:
+    """One response that an engine is asked for."""
 
-    prompt_ids: Int[Tensor, "prompts length"]
-    """Left-padded tokens."""
+    prompt_ids: list[int]
+    """Tokens that the response follows."""
 
-    prompt_mask: Bool[Tensor, "prompts length"]
-    """True on real tokens."""
+    sampling: SamplingConfig
+    """Settings of this response, so with one sample."""
 
-    seeds: list[list[int]]
-    """One seed for each sample of each prompt, so that answers depend on neither batch nor rank."""
+    seed: int
+    """Seed of all random numbers of the response, which so depends on neither batch nor rank."""
 
-    def __len__(self) -> int:
-        """Number of prompts."""
-        return len(self.prompt_ids)
-
-    @classmethod
-    def from_tokens(cls, tokens: Sequence[list[int]], seeds: list[list[int]]) -> Self:
-        """Make prompts of these tokens, on the CPU."""
-        rows = [torch.tensor(row).flip(0) for row in tokens]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flip(1)
-        mask = torch.arange(ids.shape[1]).flip(0) < torch.tensor([len(row) for row in rows])[:, None]
-        return cls(prompt_ids=ids, prompt_mask=mask, seeds=seeds)
-
-    def tokens(self) -> list[list[int]]:
-        """Return each prompt's real tokens."""
-        return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
-
-    def to(self, device: torch.device) -> Self:
-        """Return the prompts on another device."""
-        return replace(self, prompt_ids=self.prompt_ids.to(device), prompt_mask=self.prompt_mask.to(device))
+    name: str
+    """The user's name for it, such as ``prompt 3, sample 0``."""
 
 
-class RolloutEngine(Protocol):
-    """Samples responses from a copy of the policy."""
+class Completion(NamedTuple):
+    """An engine's answer to one request, as plain values that can cross to another process."""
+
+    token_ids: list[int]
+    """The response, its end token included."""
+
+    log_probs: list[float]
+    """Log-probs of these tokens under the engine's policy, in nats."""
+
+    is_truncated: bool
+    """True if the response met the length limit before its end."""
+
+    weights_version: int
+    """Version of the weights that it was sampled with, as `Engine.load_weights` was told."""
+
+    is_own: list[bool] | None = None
+    """False on tokens that the policy read from others in the middle of it; None where all are its own."""
+
+
+class Engine(Protocol):
+    """Samples responses from a copy of the policy, any number at once: token ids in, token ids out."""
 
     def start(self, device: torch.device) -> None:
         """Take memory and load what never changes."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the policy's weights by these, under their Hugging Face names; drop what was cached from the old."""
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """Sample ``sampling.num_samples`` responses to each prompt; those of one prompt are adjacent rows."""
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response. What is asked before the engine's first step is sampled together from the start."""
+
+    def drop_caches(self) -> None:
+        """Forget what was kept of prompts so far."""
 
     def stop(self) -> None:
         """Give back all memory and end all processes."""

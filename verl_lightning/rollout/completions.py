@@ -1,63 +1,126 @@
-"""The rollout of a batch, made from an engine's answers to single requests."""
+"""Requests for a batch of prompts, and the rollout that is made of their completions."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from verl_lightning.rollout.base import Prompts, SamplingConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.types import Rollout
 
-
-class Completion(NamedTuple):
-    """An engine's answer to one request, as plain values that can cross to another process."""
-
-    token_ids: list[int]
-    """The response, its end token included."""
-
-    log_probs: list[float]
-    """Log-probs of these tokens under the engine's policy, in nats."""
-
-    is_truncated: bool
-    """True if the response met the length limit before its end."""
-
-    is_own: list[bool] | None = None
-    """False on tokens that the policy read from others in the middle of it; None where all are its own."""
+T = TypeVar("T")
 
 
-def request_name(prompts: Prompts, row: int) -> str:
-    """Returns the user's name for a row of a rollout: its prompt and sample, counted from 0."""
-    samples = len(prompts.seeds[0])
-    return f"prompt {row // samples}, sample {row % samples}"
+def make_requests(
+    prompts: Sequence[list[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
+) -> list[Request]:
+    """Makes a request for each sample of each prompt; those of one prompt are adjacent.
+
+    Args:
+        prompts: Tokens of each prompt.
+        seeds: Seeds of each prompt's samples.
+        sampling: Settings by which all are sampled.
+    """
+    single = dataclasses.replace(sampling, num_samples=1)
+    return [
+        Request(prompt_ids=tokens, sampling=single, seed=seed, name=f"prompt {row}, sample {sample}")
+        for row, (tokens, own_seeds) in enumerate(zip(prompts, seeds, strict=True))
+        for sample, seed in enumerate(own_seeds)
+    ]
+
+
+async def answer(generate: Callable[[Request], Awaitable[Completion]], requests: Sequence[Request]) -> list[Completion]:
+    """Returns the completions of some requests, which are asked all at once."""
+    return await asyncio.gather(*map(generate, requests))
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, in a thread of its own where this one runs an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def to_rollout(
-    prompts: Prompts, sampling: SamplingConfig, completions: list[Completion], *, pad_token_id: int
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    *,
+    num_samples: int,
+    pad_token_id: int,
+    device: torch.device,
 ) -> Rollout:
-    """Makes the rollout of a batch: rows padded to the longest response, on the prompts' device.
+    """Makes the rollout of a batch: prompts padded on the left, responses on the right, both to the longest.
 
     Args:
-        prompts: Prompts that were answered.
-        sampling: Settings by which the responses were sampled.
-        completions: One completion for each sample of each prompt; those of one prompt are adjacent.
-        pad_token_id: Token that fills the end of shorter responses.
+        requests: Requests for ``num_samples`` responses to each prompt, group after group.
+        completions: Completion of each request.
+        num_samples: Responses to each prompt.
+        pad_token_id: Token that fills the padding.
+        device: Device of the rollout.
     """
-    device = prompts.prompt_ids.device
+    prompts = pad_left([request.prompt_ids for request in requests], pad_token_id)
+    prompt_mask = pad_left([[True] * len(request.prompt_ids) for request in requests], False)
     tokens = [torch.tensor(completion.token_ids) for completion in completions]
-    log_probs = [torch.tensor(completion.log_probs) for completion in completions]
-    lengths = torch.tensor([len(row) for row in tokens], device=device)
-    pad = torch.nn.utils.rnn.pad_sequence
-    response_ids = pad(tokens, batch_first=True, padding_value=pad_token_id).to(device)
-    is_real = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]
+    is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
     is_own = [torch.tensor(completion.is_own or [True] * len(completion.token_ids)) for completion in completions]
-    prompt_index = torch.arange(len(prompts), device=device).repeat_interleave(sampling.num_samples)
-    return Rollout(
-        input_ids=torch.cat([prompts.prompt_ids[prompt_index], response_ids], 1),
-        attention_mask=torch.cat([prompts.prompt_mask[prompt_index], is_real], 1),
-        response_mask=pad(is_own, batch_first=True).to(device),
-        temperature=sampling.temperature or 1.0,
-        rollout_log_probs=pad(log_probs, batch_first=True).to(device),
-        is_truncated=torch.tensor([completion.is_truncated for completion in completions], device=device),
-        prompt_index=prompt_index,
+    log_probs = [torch.tensor(completion.log_probs) for completion in completions]
+    rollout = Rollout(
+        input_ids=torch.cat([prompts, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
+        attention_mask=torch.cat([prompt_mask, is_real], 1),
+        response_mask=pad_sequence(is_own, batch_first=True),
+        temperature=requests[0].sampling.temperature or 1.0,
+        rollout_log_probs=pad_sequence(log_probs, batch_first=True),
+        is_truncated=torch.tensor([completion.is_truncated for completion in completions]),
+        prompt_index=torch.arange(len(requests)) // num_samples,
     )
+    return rollout.to(device)
+
+
+def pack_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Packs single responses, in which all tokens are the policy's own, into tensors for a checkpoint."""
+    return {
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions]),
+        "token_ids": torch.tensor([token for completion in completions for token in completion.token_ids]),
+        "log_probs": torch.tensor([value for c in completions for value in c.log_probs], dtype=torch.float64),
+        "is_truncated": torch.tensor([completion.is_truncated for completion in completions]),
+        "weights_versions": torch.tensor([completion.weights_version for completion in completions]),
+    }
+
+
+def unpack_completions(packed: Mapping[str, Tensor]) -> list[Completion]:
+    """Restores the responses that `pack_completions` was given."""
+    lengths = packed["lengths"].tolist()
+    return [
+        Completion(tokens.tolist(), log_probs.tolist(), is_truncated, version)
+        for tokens, log_probs, is_truncated, version in zip(
+            torch.split(packed["token_ids"], lengths),
+            torch.split(packed["log_probs"], lengths),
+            packed["is_truncated"].tolist(),
+            packed["weights_versions"].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def version_message(found: int, expected: int) -> str:
+    """Says why a run stops whose engines have other weights than its trainer."""
+    return (
+        f"A rollout engine has version {found} of the weights, but {expected} was asked for. The run stops, for it"
+        " would learn from another policy; please report this."
+    )
+
+
+def pad_left(rows: Sequence[Sequence[Any]], value: Any) -> Shaped[Tensor, "rows columns"]:
+    """Returns rows of numbers as one tensor, filled with ``value`` on the left."""
+    return pad_sequence([torch.tensor(row) for row in rows], True, value, "left")

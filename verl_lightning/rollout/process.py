@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -23,12 +26,10 @@ from torch import Tensor
 from verl_lightning.faults import RunError
 from verl_lightning.processes import loopback
 from verl_lightning.processes.supervisor import SupervisedProcess
-from verl_lightning.rollout.base import Prompts, SamplingConfig
-from verl_lightning.rollout.completions import Completion, to_rollout
+from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.vllm import late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
-from verl_lightning.types import Rollout
 
 GRACE = 60.0
 """Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
@@ -46,6 +47,16 @@ ERRORS: dict[str, type[Exception]] = {
 
 class EngineDiedError(RunError):
     """The engine's process ended; a new one may take its place."""
+
+
+class Asked(NamedTuple):
+    """A request on its way."""
+
+    name: str
+    """The user's name for it."""
+
+    answer: asyncio.Future[Completion]
+    """Future that its completion will be."""
 
 
 class ProcessEngine:
@@ -78,7 +89,10 @@ class ProcessEngine:
         self._sender: GPUSender | None = None
         self._process: SupervisedProcess | None = None
         self._connection: Connection | None = None
-        self._was_late = False
+        self._keys = itertools.count()
+        self._asked: dict[int, Asked] = {}
+        self._outbox: dict[int, Request] = {}
+        self._stop_reading: Callable[[], object] = lambda: None
         self.pid = 0
         """Id of the engine's process, once it has started; 0 before."""
 
@@ -123,7 +137,7 @@ class ProcessEngine:
         sender.join(invitation)
         self._answer()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the policy's weights. Takes all of them, also when the engine dies meanwhile: others may wait.
 
         Raises:
@@ -133,28 +147,28 @@ class ProcessEngine:
         try:
             with self._watch(self.config.deadline + self.grace):
                 if self._sender is None:
-                    self._send_through_host(weights)
+                    self._send_through_host(weights, version)
                 else:
-                    self._send_between_gpus(self._sender, weights)
+                    self._send_between_gpus(self._sender, weights, version)
         finally:
             for _ in weights:
                 pass
 
-    def _send_through_host(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._send({"do": "load_weights"})
+    def _send_through_host(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        self._send({"do": "load_weights", "version": version})
         for bucket in buckets(weights):
             self._send_bytes(bucket)
         self._send_bytes(b"")
         self._answer()
 
-    def _send_between_gpus(self, sender: GPUSender, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_between_gpus(self, sender: GPUSender, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._ask("start_weights")
         for chunk in chunks(weights):
             placed = sender.on_gpu(chunk)
             self._send({"do": "receive_weights", "info": sender.announce(placed)})
             sender.send(placed)
             self._received(sender)
-        self._ask("finish_weights")
+        self._ask("finish_weights", version=version)
 
     def _received(self, sender: GPUSender) -> None:
         try:
@@ -167,10 +181,10 @@ class ProcessEngine:
                 " Go on from the last checkpoint, or set `rollout.beside.transfer: host`."
             ) from error
 
-    def load_adapter(self, folder: Path) -> None:
+    def load_adapter(self, folder: Path, version: int) -> None:
         """Have the engine read the policy's adapter from a PEFT folder."""
         with self._watch(self.config.deadline + self.grace):
-            self._ask("load_adapter", folder=str(folder))
+            self._ask("load_adapter", folder=str(folder), version=version)
 
     def drop_caches(self) -> None:
         """Forget the key-value cache of every prompt."""
@@ -180,28 +194,62 @@ class ProcessEngine:
     def sleep(self) -> None:
         """Does nothing: the engine's memory is its own."""
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """Sample ``sampling.num_samples`` responses to each prompt.
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response; what is asked at once reaches the engine at once.
 
         Raises:
             EngineDiedError: If the engine dies meanwhile.
-            TimeoutError: If some responses are not finished after the deadline, also if the engine is stuck.
-            ValueError: If the longest prompt and its response don't fit into `max_model_len`.
+            TimeoutError: If it is not finished after the deadline, also if the engine is stuck.
+            ValueError: If prompt and response don't fit into `max_model_len`.
         """
-        late = set(range(len(prompts) * sampling.num_samples))
-        completions: dict[int, Completion] = {}
+        loop, connection, key = asyncio.get_running_loop(), self._open, next(self._keys)
+        if not self._asked:
+            loop.add_reader(descriptor := connection.fileno(), self._read)
+            self._stop_reading = functools.partial(loop.remove_reader, descriptor)
+        if not self._outbox:
+            loop.call_soon(self._flush)
+        self._outbox[key] = request
+        self._asked[key] = Asked(request.name, loop.create_future())
         try:
-            with self._watch(self.config.deadline + self.grace):
-                self._send({"do": "generate", **encode_prompts(prompts), "sampling": dataclasses.asdict(sampling)})
-                while "row" in (answer := self._answer()):
-                    completions[answer["row"]] = Completion(*answer["completion"])
-                    late.remove(answer["row"])
-        except EngineDiedError:
-            if self._was_late:
-                raise TimeoutError(late_message(prompts, late, self.config.deadline)) from None
-            raise
-        rows = [completions[row] for row in range(len(completions))]
-        return to_rollout(prompts, sampling, rows, pad_token_id=self.config.pad_token_id)
+            return await self._asked[key].answer
+        finally:
+            del self._asked[key]
+            if not self._asked:
+                self._stop_reading()
+
+    def _flush(self) -> None:
+        """Send the requests that were asked since the last turn of the event loop."""
+        requests, self._outbox = self._outbox, {}
+        patience = self.config.deadline + self.grace
+        asyncio.get_running_loop().call_later(patience, self._give_up_on, requests.keys())
+        try:
+            self._send({"do": "generate", "requests": [[key, encode_request(each)] for key, each in requests.items()]})
+        except EngineDiedError as error:
+            self._fail(error)
+
+    def _read(self) -> None:
+        """Take what the engine says about its requests."""
+        try:
+            answer = self._receive()
+        except EngineDiedError as error:
+            self._fail(error)
+            return
+        if "error" in answer:
+            self._fail(decode_error(answer), answer["keys"])
+        elif (asked := self._asked.get(answer["key"])) and not asked.answer.done():
+            asked.answer.set_result(Completion(*answer["completion"]))
+
+    def _give_up_on(self, keys: Iterable[int]) -> None:
+        """Kill an engine that has not even said that these requests are late."""
+        if late := [self._asked[key].name for key in keys if key in self._asked]:
+            self.kill()
+            self._fail(TimeoutError(late_message(late, self.config.deadline)))
+
+    def _fail(self, error: Exception, keys: Iterable[int] | None = None) -> None:
+        """Raise an error for some of those who wait, or for all."""
+        for key in list(self._asked if keys is None else keys):
+            if (asked := self._asked.get(key)) and not asked.answer.done():
+                asked.answer.set_exception(error)
 
     def stop(self) -> None:
         """End the process; may be called twice."""
@@ -233,14 +281,16 @@ class ProcessEngine:
 
     def _answer(self) -> dict[str, Any]:
         """Return the engine's next answer; raise what the engine raised."""
+        answer = self._receive()
+        if "error" in answer:
+            raise decode_error(answer)
+        return answer
+
+    def _receive(self) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = json.loads(self._open.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._death() from error
-        if "error" in answer:
-            raised = ERRORS.get(answer["error"], RuntimeError)(answer["message"])
-            raised.add_note(answer["traceback"])
-            raise raised
         return answer
 
     @property
@@ -252,13 +302,7 @@ class ProcessEngine:
     @contextlib.contextmanager
     def _watch(self, seconds: float) -> Iterator[None]:
         """Kills an engine that is not done in time, which ends all waiting for it."""
-        self._was_late = False
-
-        def give_up() -> None:
-            self._was_late = True
-            self.kill()
-
-        timer = threading.Timer(seconds, give_up)
+        timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
         try:
@@ -278,13 +322,16 @@ def buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:
         yield safetensors.torch.save({name: weight.contiguous() for name, weight in chunk.items()})
 
 
-def encode_prompts(prompts: Prompts) -> dict[str, Any]:
-    """Convert prompts to values as JSON has them."""
-    return {
-        "prompt_ids": prompts.prompt_ids.tolist(),
-        "prompt_mask": prompts.prompt_mask.tolist(),
-        "seeds": prompts.seeds,
-    }
+def encode_request(request: Request) -> dict[str, Any]:
+    """Convert a request to values as JSON has them."""
+    return vars(request) | {"sampling": dataclasses.asdict(request.sampling)}
+
+
+def decode_error(answer: dict[str, Any]) -> Exception:
+    """Rebuild the error that the engine tells of."""
+    error = ERRORS.get(answer["error"], RuntimeError)(answer["message"])
+    error.add_note(answer["traceback"])
+    return error
 
 
 def _visible_gpu(index: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,12 +21,12 @@ from verl_lightning.ray.actors import (
     take_answer,
 )
 from verl_lightning.ray.cluster import Demand, connect_like
-from verl_lightning.rollout.base import Prompts, RolloutEngine, SamplingConfig
-from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor, version_message
+from verl_lightning.rollout.base import Completion, Engine, Request
+from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor
 from verl_lightning.rollout.stored_weights import store_weights
-from verl_lightning.types import Rollout
 
 _NAMESPACE = "verl_lightning"
+_MAX_PART = 64  # requests of a part: a late one keeps few others waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +36,6 @@ class Caller:
     rank: int = 0
     """Among all processes; the first one starts the replicas and sends them weights."""
 
-    count: int = 1
-    """Processes that ask at the same time."""
-
     broadcast: Callable[[Any], Any] = lambda value: value
     """Gives the first one's value to all. Collective."""
 
@@ -44,35 +43,33 @@ class Caller:
 class RayEngines:
     """Replicas of an engine in Ray actors that answer the prompts of all training processes.
 
-    There may be more or fewer replicas than processes: a `Dispatcher`, an actor too, shares out the prompts of all by
+    There may be more or fewer replicas than processes: a `Dispatcher`, an actor too, shares out the requests of all by
     their tokens. It does without a replica that dies, and asks another; Ray starts the dead one anew, which then loads
     the newest weights first. These are sent once, by the first process, and are kept in Ray's object store, from which
-    all replicas of a node read them. Every answer says with which version of the weights it was sampled, and another
-    one than the newest is an error.
+    all replicas of a node read them.
 
     Args:
         engine: Engine that each replica runs; not started.
         demand: The number of replicas, and the resources of each.
-        pad_token_id: Token that fills the end of shorter responses.
         caller: This process among those that share the replicas.
     """
 
-    def __init__(self, engine: RolloutEngine, demand: Demand, *, pad_token_id: int, caller: Caller = Caller()) -> None:
+    def __init__(self, engine: Engine, demand: Demand, *, caller: Caller = Caller()) -> None:
         self.engine = engine
         self.demand = demand
-        self.pad_token_id = pad_token_id
         self.caller = caller
         self._actors: list[Any] = []  # only the first process has them
         self._dispatcher: Any = None
         self._weights: list[Any] = []  # Ray keeps them as long as these references
         self._version = 0
-        self._device = torch.device("cpu")
+        self._outbox: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._parts: set[asyncio.Task[None]] = set()
 
     def start(self, device: torch.device) -> None:
         """Start the replicas, on GPUs if they have some. Collective.
 
         Args:
-            device: The trainer's, on which the responses will lie; the replicas leave it alone.
+            device: The trainer's, which the replicas leave alone.
 
         Raises:
             PlacementError: If the cluster has no room.
@@ -80,9 +77,9 @@ class RayEngines:
         """
         import ray
 
+        del device
         if self._dispatcher is not None:
             raise RuntimeError("`RayEngines.start` was called twice. Call `stop` in between.")
-        self._device = device
         is_first = self.caller.rank == 0
         name, address = self.caller.broadcast(self._start_actors() if is_first else None)
         if not is_first:
@@ -91,7 +88,7 @@ class RayEngines:
             return
         await_actors(self._actors, self.demand)  # the others go on meanwhile, until weights are sent
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the policy's weights to all replicas at once; of the processes but the first, nothing is sent.
 
         All must have been answered before one calls it, and none may ask until all have.
@@ -99,7 +96,7 @@ class RayEngines:
         Raises:
             ValueError: If the names are not exactly those of the engine's model.
         """
-        self._version += 1
+        self._version = version
         if self.caller.rank != 0:
             for _ in weights:  # gathering them is collective
                 pass
@@ -107,21 +104,51 @@ class RayEngines:
         self._weights = []
         take_answer(self._dispatcher.forget_weights.remote())  # or the object store would hold the old ones too
         self._weights = store_weights(weights)
-        take_answer(self._dispatcher.load_weights.remote(self._version, self._weights))
+        take_answer(self._dispatcher.load_weights.remote(version, self._weights))
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """Sample ``sampling.num_samples`` responses to each prompt; those of one prompt are adjacent rows.
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response; what is asked at once goes to the replicas in parts of whole groups.
 
         Raises:
-            RuntimeError: If replicas die each time, or answer with other weights than the newest.
+            RunError: If replicas die each time.
             ActorsLostError: If all of them or their dispatcher are gone.
         """
-        question = self._dispatcher.generate.remote(self._version, prompts.to(torch.device("cpu")), sampling)
-        rollout: Rollout
-        version, rollout = take_answer(question)
-        if version != self._version:
-            raise RuntimeError(version_message(version, self._version))
-        return rollout.to(self._device)
+        loop = asyncio.get_running_loop()
+        if not self._outbox:
+            loop.call_soon(lambda: self._flush(loop))
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._outbox.append((request, answer))
+        return await answer
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send the requests that were asked since the last turn of the event loop."""
+        outbox, self._outbox = self._outbox, []
+        size = min(_MAX_PART, -(-len(outbox) // self.demand.count))
+        groups = [list(same) for _, same in groupby(outbox, lambda pair: pair[0].prompt_ids)]
+        part: list[tuple[Request, asyncio.Future[Completion]]] = []
+        for number, group in enumerate(groups, start=1):
+            part += group
+            if len(part) >= size or number == len(groups):
+                self._parts.add(task := loop.create_task(self._ask(part)))
+                task.add_done_callback(self._parts.discard)
+                part = []
+
+    async def _ask(self, part: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
+        """Have the dispatcher answer some requests, and tell those who wait."""
+        question = self._dispatcher.generate.remote(self._version, [request for request, _ in part])
+        answers = asyncio.ensure_future(asyncio.to_thread(take_answer, question))
+        await asyncio.wait([answers])
+        for place, (_, answer) in enumerate(part):
+            if not answer.done():
+                if error := answers.exception():
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(answers.result()[place])
+
+    def drop_caches(self) -> None:
+        """Have all replicas forget what they kept of prompts; on the first process."""
+        if self.caller.rank == 0:
+            take_answer(self._dispatcher.drop_caches.remote())
 
     def stop(self) -> None:
         """End the replicas, by the process that started them; may be called twice."""
@@ -141,5 +168,5 @@ class RayEngines:
             "scheduling_strategy": on_this_node(),
         }
         remote: Any = ray.remote(num_cpus=0)(Dispatcher)
-        self._dispatcher = remote.options(**options).remote(self._actors, self.caller.count, self.pad_token_id)
+        self._dispatcher = remote.options(**options).remote(self._actors)
         return options["name"], ray.get_runtime_context().gcs_address

@@ -5,17 +5,16 @@ One engine a process, or one that some processes share by tensor parallelism.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import gc
 import importlib
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,11 @@ from verl_lightning.compat import vllm as compat
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.processes import loopback
-from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
-from verl_lightning.rollout.completions import Completion, request_name, to_rollout
+from verl_lightning.rollout.base import Completion, Request
+from verl_lightning.rollout.stepping import SteppingEngine
 from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.vllm_sampling import check_guide, check_speculation, sampling_options
 from verl_lightning.rollout.watchdog import end_if_stuck
-from verl_lightning.types import Rollout
 
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
@@ -40,20 +39,34 @@ STUCK_SECONDS = 120.0
 """Seconds after its deadline at which a call of vLLM counts as stuck; more than a parent's patience with a child."""
 
 
-class VLLMEngine:
+class Late(NamedTuple):
+    """A request that is not finished."""
+
+    name: str
+    """The user's name for it."""
+
+    since: float
+    """Time on the monotonic clock at which it was asked."""
+
+
+class VLLMEngine(SteppingEngine):
     """Continuous batching with paged attention, in this process.
 
     Requests with the same prompt share its key-value cache. Each has a seed of its own, so a response depends on
     neither batch nor rank, up to rounding. Tokens go in and come out as ids; text is never made.
 
-    Processes that share an engine answer all their prompts together: `generate` is then collective among them.
+    Processes that share an engine ask it the same requests in the same order: `generate` is collective among them, see
+    `gather_requests`.
 
     Args:
         config: Settings of the engine.
     """
 
     def __init__(self, config: VLLMConfig) -> None:
+        super().__init__()
         self.config = config
+        self._version = 0
+        self._late: dict[int, Late] = {}  # requests that are not finished
         self._llm: Any = None
         self._adapter: Any = None
         self._device = torch.device("cpu")
@@ -81,7 +94,7 @@ class VLLMEngine:
         with isolate_rng(), compat.thread_setter_kept():
             self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones."""
         llm = self._running
         with self._watch("vLLM or the ranks that send it weights did not finish `load_weights`"):
@@ -92,6 +105,7 @@ class VLLMEngine:
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
                 llm.apply_model(compat.repack_output_heads)
             self._wake_cache()
+        self._version = version
 
     def join_trainer(self, invitation: dict[str, Any]) -> None:
         """Meet the trainer for vLLM's own transfer of weights. Collective with `GPUSender.join`."""
@@ -105,12 +119,13 @@ class VLLMEngine:
         """Take a chunk of weights from the trainer, as `GPUSender.announce` tells of it. Collective with its `send`."""
         self._running.update_weights({"update_info": info})
 
-    def finish_weights(self) -> None:
+    def finish_weights(self, version: int) -> None:
         """Use the weights that came, and drop what was cached from the old ones."""
         self._running.finish_weight_update()
         self.drop_caches()
+        self._version = version
 
-    def load_adapter(self, folder: Path) -> None:
+    def load_adapter(self, folder: Path, version: int) -> None:
         """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached.
 
         Raises:
@@ -118,16 +133,17 @@ class VLLMEngine:
         """
         engine = self._running.llm_engine
         self._wake_weights()
-        version = 1
+        number = 1
         if self._adapter is not None:
-            version += self._adapter.lora_int_id
+            number += self._adapter.lora_int_id
             engine.remove_lora(self._adapter.lora_int_id)
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        self._adapter = request("policy", version, str(folder))
+        self._adapter = request("policy", number, str(folder))
         engine.add_lora(self._adapter)
-        if (served := set(engine.list_loras())) != {version}:
-            raise RuntimeError(f"vLLM was given version {version} of the adapter, but serves the versions {served}.")
+        if (served := set(engine.list_loras())) != {number}:
+            raise RuntimeError(f"vLLM was given number {number} of the adapter, but serves the numbers {served}.")
         self._wake_cache()
+        self._version = version
 
     def _wake_weights(self) -> None:
         if self._is_asleep:
@@ -161,42 +177,65 @@ class VLLMEngine:
                 self._running.sleep(level=2 if self.config.lora_rank is None else 1)
             self._is_asleep = True
 
-    @torch.no_grad()
-    def generate(self, prompts: Prompts, sampling: SamplingConfig) -> Rollout:
-        """Sample ``sampling.num_samples`` responses to each prompt.
+    def add(self, key: int, request: Request) -> None:
+        """Take a request; see `SteppingEngine.add`.
 
         Raises:
-            ValueError: If the longest prompt and its response don't fit into `max_model_len`, or if a CPU is to sample
-                with speculation.
+            ValueError: If they don't fit into `max_model_len`, or a CPU is to sample with speculation.
             RuntimeError: If the engine is asleep.
-            TimeoutError: If some responses are not finished after `deadline` seconds. A hang inside one step of vLLM
-                ends the process instead, see `end_if_stuck`.
         """
-        answers = dict(self.stream(prompts, sampling))
-        completions = [answers[row] for row in range(len(answers))]
-        return to_rollout(prompts, sampling, completions, pad_token_id=self.config.pad_token_id)
-
-    def stream(self, prompts: Prompts, sampling: SamplingConfig) -> Iterator[tuple[int, Completion]]:
-        """Yield each row of the rollout with its answer, as they are finished; raises what `generate` raises."""
         if self._is_asleep:
             raise RuntimeError("the engine is asleep and has no weights. Call `load_weights` first.")
         if self.config.speculation is not None:
-            check_speculation(self._device, sampling)
-        asked, own = (prompts, slice(0, len(prompts))) if self.config.tensor_parallel_size == 1 else gather(prompts)
-        first, last = own.start * sampling.num_samples, own.stop * sampling.num_samples
-        engine, late = self._running.llm_engine, self._add_requests(asked, sampling)
-        start, num_steps = time.monotonic(), 0
-        late_now = functools.partial(late_message, asked, late.values(), self.config.deadline)
-        with self._watch(lambda: f"step {num_steps} of vLLM did not return. {late_now()}"):
-            while engine.has_unfinished_requests():
+            check_speculation(self._device, request.sampling)
+        engine = self._running.llm_engine
+        self._check_length(len(request.prompt_ids), request.sampling.max_new_tokens)
+        params = importlib.import_module("vllm").SamplingParams
+        options = sampling_options(request.sampling, self.config)
+        prompt = {"prompt_token_ids": request.prompt_ids}
+        engine.add_request(str(key), prompt, params(seed=request.seed, **options), lora_request=self._adapter)
+        self._late[key] = Late(request.name, time.monotonic())
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Take vLLM's steps until one finishes requests.
+
+        Raises:
+            TimeoutError: If a request is not finished `deadline` seconds after it was asked. A hang inside one step of
+                vLLM ends the process instead, see `end_if_stuck`.
+        """
+        engine, num_steps = self._running.llm_engine, 0
+        with self._watch(lambda: f"step {num_steps} of vLLM did not return. {self._late_message()}"):
+            while self._late:
                 num_steps += 1
-                for output in engine.step():
-                    row = late.pop(output.request_id)
-                    if first <= row < last:
-                        yield row - first, _completion(output.outputs[0])
-                if late and time.monotonic() - start > self.config.deadline:
-                    engine.abort_request(list(late))
-                    raise TimeoutError(late_now())
+                ended = [(int(output.request_id), self._completion(output.outputs[0])) for output in engine.step()]
+                for key, _ in ended:
+                    del self._late[key]
+                self._check_deadline()
+                if ended:
+                    return ended
+        return []
+
+    def _late_message(self) -> str:
+        return late_message([late.name for late in self._late.values()], self.config.deadline)
+
+    def _check_deadline(self) -> None:
+        oldest = min((late.since for late in self._late.values()), default=math.inf)
+        if time.monotonic() - oldest > self.config.deadline:
+            message = self._late_message()
+            self.abort()
+            raise TimeoutError(message)
+
+    def abort(self) -> None:
+        """Give up all requests."""
+        if self._late:
+            self._running.llm_engine.abort_request([str(key) for key in self._late])
+            self._late = {}
+
+    def _completion(self, output: Any) -> Completion:
+        """Convert vLLM's answer to one request."""
+        log_probs = list(output.logprobs.logprobs)
+        return Completion(list(output.token_ids), log_probs, output.finish_reason == "length", self._version)
 
     def _watch(self, culprit: str | Callable[[], str]) -> AbstractContextManager[None]:
         """Ends the process if vLLM is stuck."""
@@ -278,42 +317,6 @@ class VLLMEngine:
             )
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0]}
 
-    def _add_requests(self, prompts: Prompts, sampling: SamplingConfig) -> dict[str, int]:
-        """Hand over one request for each response; returns the rollout's row of each."""
-        engine, params = self._running.llm_engine, importlib.import_module("vllm").SamplingParams
-        self._check_length(int(prompts.prompt_mask.sum(-1).max()), sampling.max_new_tokens)
-        options = self._sampling_options(sampling)
-        tokens = prompts.tokens()
-        seeds = [seed for samples in prompts.seeds for seed in samples]
-        for row, seed in enumerate(seeds):
-            engine.add_request(
-                str(row),
-                {"prompt_token_ids": tokens[row // sampling.num_samples]},
-                params(seed=seed, **options),
-                lora_request=self._adapter,
-            )
-        return {str(row): row for row in range(len(seeds))}
-
-    def _sampling_options(self, sampling: SamplingConfig) -> dict[str, Any]:
-        """Return the arguments of ``vllm.SamplingParams``, but for the seed."""
-        module = importlib.import_module("vllm.sampling_params")
-        options = {
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": self.config.eos_token_ids,
-            "ignore_eos": True,  # the model's own end token; ours are in `stop_token_ids`
-            "logprobs": 0,  # of the sampled token alone
-            "flat_logprobs": True,
-            "detokenize": bool(sampling.stop),
-            "stop": sampling.stop,
-            "output_kind": module.RequestOutputKind.FINAL_ONLY,
-        }
-        if sampling.guide is not None:
-            options["structured_outputs"] = structured_outputs(sampling.guide)
-        return options
-
     def _check_length(self, prompt: int, response: int) -> None:
         limit = self._running.llm_engine.model_config.max_model_len
         if prompt + response > limit:
@@ -323,61 +326,27 @@ class VLLMEngine:
             )
 
 
-def gather(prompts: Prompts) -> tuple[Prompts, slice]:
-    """Gather the prompts of all processes that share the engine, and find this one's. Collective among them."""
+def gather_requests(own: Sequence[Request]) -> tuple[list[Request], slice]:
+    """Gather the requests of all processes that share the engine, and find this one's. Collective among them."""
     group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
     parts: list[Any] = [None] * group.world_size
-    dist.all_gather_object(parts, (prompts.tokens(), prompts.seeds), group=group.cpu_group)
-    everyone = Prompts.from_tokens([row for part, _ in parts for row in part], [each for _, s in parts for each in s])
-    before = sum(len(part) for part, _ in parts[: group.rank_in_group])
-    return everyone, slice(before, before + len(prompts))
+    dist.all_gather_object(parts, own, group=group.cpu_group)
+    before = sum(len(part) for part in parts[: group.rank_in_group])
+    return [request for part in parts for request in part], slice(before, before + len(own))
 
 
-def _completion(output: Any) -> Completion:
-    """Convert vLLM's answer to one request."""
-    return Completion(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "length")
+def late_message(names: Sequence[str], deadline: float) -> str:
+    """Say that responses were not finished in time.
 
-
-def late_message(prompts: Prompts, late: Collection[int], deadline: float) -> str:
-    """Say why a `generate` gave up while these rows of its rollout were late."""
-    total = len(prompts) * len(prompts.seeds[0])
+    Args:
+        names: The user's names for them, in the order in which they were asked.
+        deadline: Most seconds that they may take.
+    """
     return (
-        f"{len(late)} of {total} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is"
-        f" that to {request_name(prompts, min(late))} of this rank's batch. Sample shorter or fewer responses, give the"
-        " engine more memory, or raise the deadline."
+        f"{len(names)} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is that to"
+        f" {names[0]} of this rank's batch. Sample shorter or fewer responses, give the engine more memory, or raise"
+        " the deadline."
     )
-
-
-def structured_outputs(guide: Guide) -> Any:
-    """Convert a guide to the form in which vLLM takes it."""
-    form = {name: value for name, value in dataclasses.asdict(guide).items() if value}
-    return importlib.import_module("vllm.sampling_params").StructuredOutputsParams(**form)
-
-
-def check_guide(key: str, guide: Guide) -> None:
-    """Refuse a form that neither of vLLM's two back ends understands.
-
-    Raises:
-        ValueError: If neither does, with what they say.
-    """
-    reasons = compat.guide_complaints(structured_outputs(guide))
-    if not reasons:
-        return
-    [(field, value)] = [pair for pair in dataclasses.asdict(guide).items() if pair[1]]
-    raise ValueError(f"`{key}.{field}` is nothing that vLLM can guide by, got {value!r}. " + " ".join(reasons))
-
-
-def check_speculation(device: torch.device, sampling: SamplingConfig) -> None:
-    """Refuse what vLLM gets wrong: on CPUs, it divides the logits of guessed tokens by temperatures that it never sets.
-
-    Raises:
-        ValueError: If responses would not come from the policy.
-    """
-    if device.type == "cpu" and sampling.temperature > 0:
-        raise ValueError(
-            "`rollout.speculation` on a CPU can decode greedily alone: vLLM's CPU build does not sample from the policy"
-            f" there. Got `temperature: {sampling.temperature}`; set it to 0, or take `speculation` out."
-        )
 
 
 def import_vllm() -> Any:

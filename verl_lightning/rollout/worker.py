@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from verl_lightning.rollout.base import Guide, Prompts, SamplingConfig
+from verl_lightning.rollout.base import Completion, Guide, Request, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.weight_transfer import decode_handles
@@ -34,7 +35,7 @@ ENGINE_ERRORS = (
 
 
 class Worker:
-    """Does what the trainer asks, one thing at a time.
+    """Does what the trainer asks, and steps its engine while there are requests.
 
     Args:
         connection: Connection to the trainer.
@@ -43,49 +44,78 @@ class Worker:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._engine: VLLMEngine | None = None
+        self._unfinished: set[int] = set()
 
     def run(self) -> None:
         """Serves until the trainer closes the pipe."""
         while True:
             try:
-                request = json.loads(self.connection.recv_bytes())
+                while not self._unfinished or self.connection.poll():
+                    message = json.loads(self.connection.recv_bytes())
+                    self._serve(message.pop("do"), message)
             except EOFError:
                 return
-            self._serve(request.pop("do"), request)
+            self._step()
 
-    def _serve(self, do: str, request: dict[str, Any]) -> None:
-        """Answers one request, by what it raised if need be: an error is the trainer's to handle, not this loop's."""
+    def _serve(self, do: str, message: dict[str, Any]) -> None:
+        """Does one thing that the trainer waits for, or takes its requests."""
+        if do == "generate":
+            for key, request in message["requests"]:
+                self._unfinished.add(key)
+                self._try([key], functools.partial(self._add, key, request))
+        elif self._try([], lambda: self._do(do, message)):
+            self._answer({"done": do, "pid": os.getpid()})
+
+    def _add(self, key: int, request: dict[str, Any]) -> None:
+        self._running.add(key, decode_request(request))
+
+    def _step(self) -> None:
+        """Has the engine go on with all requests, and answers those that it finishes."""
+        self._try(list(self._unfinished), lambda: self._answer_all(self._running.step()))
+
+    def _answer_all(self, ended: list[tuple[int, Completion]]) -> None:
+        for key, completion in ended:
+            self._unfinished.remove(key)
+            self._answer({"key": key, "completion": completion})
+
+    def _try(self, keys: list[int], work: Callable[[], None]) -> bool:
+        """Does some work, and tells the trainer of an error in it: that is the trainer's to handle.
+
+        Args:
+            keys: Requests that have failed if the work does.
+            work: Function that does it.
+        """
         try:
-            self._do(do, request)
+            work()
         except OSError as error:
             if not isinstance(error, TimeoutError):  # the trainer is gone
                 raise
-            self._answer_error(error)
+            self._answer_error(error, keys)
         except ENGINE_ERRORS as error:
-            self._answer_error(error)
+            self._answer_error(error, keys)
         else:
-            self._answer({"done": do, "pid": os.getpid()})
+            return True
+        self._unfinished.difference_update(keys)
+        return False
 
-    def _do(self, do: str, request: dict[str, Any]) -> None:
+    def _do(self, do: str, message: dict[str, Any]) -> None:
         if do == "start":
-            self._engine = self._make_engine(decode_config(request["config"]))
-            self._engine.start(torch.device("cuda", 0) if request["on_gpu"] else torch.device("cpu"))
+            self._engine = self._make_engine(decode_config(message["config"]))
+            self._engine.start(torch.device("cuda", 0) if message["on_gpu"] else torch.device("cpu"))
         elif do == "load_weights":
-            self._load_weights()
+            self._load_weights(message["version"])
         elif do == "join_trainer":
-            self._running.join_trainer(request["invitation"])
+            self._running.join_trainer(message["invitation"])
         elif do == "start_weights":
             self._running.start_weights()
         elif do == "receive_weights":
-            self._running.receive_weights(decode_info(request["info"]))
+            self._running.receive_weights(decode_info(message["info"]))
         elif do == "finish_weights":
-            self._running.finish_weights()
+            self._running.finish_weights(message["version"])
         elif do == "load_adapter":
-            self._running.load_adapter(Path(request["folder"]))
+            self._running.load_adapter(Path(message["folder"]), message["version"])
         elif do == "drop_caches":
             self._running.drop_caches()
-        elif do == "generate":
-            self._generate(request)
 
     def _make_engine(self, config: VLLMConfig) -> VLLMEngine:
         return VLLMEngine(config)
@@ -93,18 +123,19 @@ class Worker:
     def _answer(self, answer: dict[str, Any]) -> None:
         self.connection.send_bytes(json.dumps(answer).encode())
 
-    def _answer_error(self, error: Exception) -> None:
-        self._answer({"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()})
+    def _answer_error(self, error: Exception, keys: list[int]) -> None:
+        told = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        self._answer(told | {"keys": keys})
 
     @property
     def _running(self) -> VLLMEngine:
         assert self._engine is not None
         return self._engine
 
-    def _load_weights(self) -> None:
+    def _load_weights(self, version: int) -> None:
         weights = self._weights()
         try:
-            self._running.load_weights(weights)
+            self._running.load_weights(weights, version)
         finally:
             for _ in weights:  # the trainer sends them all
                 pass
@@ -112,15 +143,6 @@ class Worker:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         while bucket := self.connection.recv_bytes():
             yield from safetensors.torch.load(bucket).items()
-
-    def _generate(self, request: dict[str, Any]) -> None:
-        prompts = Prompts(
-            prompt_ids=torch.tensor(request["prompt_ids"]),
-            prompt_mask=torch.tensor(request["prompt_mask"]),
-            seeds=request["seeds"],
-        )
-        for row, completion in self._running.stream(prompts, decode_sampling(request["sampling"])):
-            self._answer({"row": row, "completion": completion})
 
 
 def decode_info(values: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +164,11 @@ def decode_sampling(values: dict[str, Any]) -> SamplingConfig:
     """Rebuilds the configuration of which ``dataclasses.asdict`` gave these values."""
     guide = values["guide"]
     return SamplingConfig(**values | {"guide": None if guide is None else Guide(**guide)})
+
+
+def decode_request(values: dict[str, Any]) -> Request:
+    """Rebuilds the request that `encode_request` made these values of."""
+    return Request(**values | {"sampling": decode_sampling(values["sampling"])})
 
 
 def main() -> None:

@@ -1,0 +1,78 @@
+"""Samples with a copy of the policy in the training process."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.sampling import SamplingModule
+from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.turns import TurnsConfig
+from verl_lightning.telemetry.memory_plan import EngineMemory
+
+
+class HFRollout(RolloutCallback):
+    """Samples with a copy of the policy in the training process: no extra package, any device, not fast.
+
+    Args:
+        sampling: Settings by which training responses are sampled.
+        val_sampling: Settings by which validation and test responses are sampled.
+        batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
+        turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
+            or 1: each batch is then sampled while the policy learns from the one before.
+
+    Raises:
+        ValueError: If an option of the sampling needs vLLM, or is out of its range.
+    """
+
+    memory_key = "rollout.batch_size"
+
+    def __init__(
+        self,
+        sampling: SamplingConfig = SamplingConfig(),
+        val_sampling: SamplingConfig = SamplingConfig(),
+        batch_size: int = 1024,
+        turns: TurnsConfig | None = None,
+        max_staleness: int = 0,
+    ) -> None:
+        super().__init__(sampling, val_sampling, turns, max_staleness)
+        for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
+            if each.stop or each.guide is not None:
+                raise ValueError(
+                    f"`rollout.{name}` sets `stop` or `guide`, which `HFRollout` doesn't know. Take it out, or sample"
+                    " with `VLLMRollout`."
+                )
+        self.batch_size = batch_size
+        self._most = 0, 0  # sequences of an iteration on this rank, and tokens of each, where they are known
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        module = cast(SamplingModule, pl_module)
+        prompts = 0 if module.prompt_source is None else module.prompt_source.prompts_per_step
+        sequences = -(-prompts // module.contract.data_parallel_size) * self.sampling.num_samples
+        self._most = sequences, module.max_tokens or 0
+
+    def engine_memory(self, device_bytes: int) -> EngineMemory:
+        """Return the engine's memory on a training device: a whole policy always, its cache while it samples."""
+        del device_bytes
+        if not isinstance(self._engine, HFEngine):
+            return EngineMemory()
+        weights = self._engine.weight_bytes
+        return EngineMemory(sampling=weights + self._engine.cache_bytes(*self._most), learning=weights)
+
+    @override
+    def make_engine(self, module: PostTrainingModule) -> HFEngine:
+        config = module.policy_config
+        return HFEngine(
+            config,
+            eos_token_ids=module.eos_token_ids,
+            pad_token_id=module.tokenizer.pad_token_id,
+            batch_size=self.batch_size,
+        )

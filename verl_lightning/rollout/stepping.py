@@ -1,0 +1,78 @@
+"""What engines of this process have in common: requests join at any time, and all go on step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+
+from verl_lightning.rollout.base import Completion, Request
+
+
+class SteppingEngine(ABC):
+    """An engine whose steps each give every unfinished response about one more token.
+
+    `add`, `step` and `abort` are for who drives it by himself, as another process does; `generate` drives it too, in
+    the event loop of the first who asks. All requests that wait when a step begins take part in it, so what is asked at
+    once is sampled alike each time.
+    """
+
+    def __init__(self) -> None:
+        self._keys = itertools.count()
+        self._answers: dict[int, asyncio.Future[Completion]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def add(self, key: int, request: Request) -> None:
+        """Take a request.
+
+        Args:
+            key: Number by which `step` returns its completion.
+            request: Request to answer.
+
+        Raises:
+            ValueError: If the engine can't answer it.
+            RuntimeError: If the engine has not started, or has no weights.
+        """
+
+    @abstractmethod
+    def step(self) -> list[tuple[int, Completion]]:
+        """Go on with all requests until some are finished; returns these.
+
+        Raises:
+            TimeoutError: If some are late; all are given up then.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up all requests."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one response, together with all others that are asked for; raises what `add` and `step` raise."""
+        key = next(self._keys)
+        self.add(key, request)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._answers[key] = answer
+        if self._driver is None or self._driver.done():
+            self._driver = loop.create_task(self._drive())
+            self._driver.add_done_callback(self._end)
+        return await answer
+
+    async def _drive(self) -> None:
+        """Step as long as somebody waits, who may ask more between two steps."""
+        while self._answers:
+            for key, completion in self.step():
+                answer = self._answers.pop(key)
+                if not answer.done():  # else nobody waits any more
+                    answer.set_result(completion)
+            await asyncio.sleep(0)
+
+    def _end(self, driver: asyncio.Task[None]) -> None:
+        """Tell those who still wait why nothing will come."""
+        answers, self._answers = self._answers, {}
+        error = asyncio.CancelledError() if driver.cancelled() else driver.exception()
+        for answer in answers.values():
+            if error is not None and not answer.done():
+                answer.set_exception(error)
+        self.abort()
