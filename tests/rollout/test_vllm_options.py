@@ -41,7 +41,7 @@ class Silence(Environment):
         ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
         (
             {"max_staleness": 1},
-            r"`rollout.max_staleness: 1` needs engines with GPUs of their own: set `rollout.beside`",
+            r"`rollout.max_staleness: 1` needs engines in processes of their own",
         ),
         ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
         ({"tensor_parallel_size": 2, "beside": BesideConfig()}, r"Set it to 1, or take `beside` out; got 2"),
