@@ -10,6 +10,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
+from verl_lightning.options import typed
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.turns import TurnsConfig
@@ -26,6 +27,9 @@ class HFRollout(RolloutCallback):
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1: each batch is then sampled while the policy learns from the one before.
+        num_samples: Short for ``sampling.num_samples``.
+        max_new_tokens: Short for ``max_new_tokens`` of both samplings.
+        temperature: Short for ``sampling.temperature``.
 
     Raises:
         ValueError: If an option of the sampling needs vLLM, or is out of its range.
@@ -33,6 +37,7 @@ class HFRollout(RolloutCallback):
 
     memory_key = "rollout.batch_size"
 
+    @typed("rollout")
     def __init__(
         self,
         sampling: SamplingConfig = SamplingConfig(),
@@ -40,7 +45,15 @@ class HFRollout(RolloutCallback):
         batch_size: int = 1024,
         turns: TurnsConfig | None = None,
         max_staleness: int = 0,
+        *,
+        num_samples: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
     ) -> None:
+        sampling = sampling.with_short_forms(
+            "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
+        )
+        val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
         super().__init__(sampling, val_sampling, turns, max_staleness)
         for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
             if each.stop or each.guide is not None:

@@ -20,6 +20,7 @@ from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
+from verl_lightning.options import typed
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
@@ -61,6 +62,9 @@ class VLLMRollout(RolloutCallback):
         speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1: each batch is then sampled while the policy learns from the one before. 1 needs ``beside``.
+        num_samples: Short for ``sampling.num_samples``.
+        max_new_tokens: Short for ``max_new_tokens`` of both samplings.
+        temperature: Short for ``sampling.temperature``.
 
     Raises:
         ValueError: If an option is out of its range, or training responses are drawn with ``top_p`` or ``top_k`` at
@@ -70,6 +74,7 @@ class VLLMRollout(RolloutCallback):
 
     memory_key = "rollout.gpu_memory_utilization"
 
+    @typed("rollout")
     def __init__(
         self,
         sampling: SamplingConfig = SamplingConfig(),
@@ -84,7 +89,15 @@ class VLLMRollout(RolloutCallback):
         turns: TurnsConfig | None = None,
         speculation: SpeculationConfig | None = None,
         max_staleness: int = 0,
+        *,
+        num_samples: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
     ) -> None:
+        sampling = sampling.with_short_forms(
+            "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
+        )
+        val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
         super().__init__(sampling, val_sampling, turns, max_staleness)
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")

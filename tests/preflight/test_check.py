@@ -45,7 +45,10 @@ KEYS = [
     ("--model.lora_rank 3", "`model.lora_rank` is not a setting of `PPOModule`."),
     ("--model.actor.lora {rnk: 2}", "`model.actor.lora.rnk` is not a setting of `LoraConfig`. Did you mean"),
     ("--model.actor.lora.init_args.rnk 2", "`model.actor.lora.rnk` is not a setting of `LoraConfig`."),
-    ("--rollout.temprature 3", "`rollout.temprature` is not a setting of `HFRollout`. Did you mean `rollout.sampling."),
+    (
+        "--rollout.temprature 3",
+        "`rollout.temprature` is not a setting of `HFRollout`. Did you mean `rollout.temp",
+    ),
     ("--fsdp.compil true", "`fsdp.compil` is not a setting of `verl-fit`. Did you mean `fsdp.compile`?"),
     ("--model.advantage grpo", "`model.advantage`: there is no class `grpo` to choose here. Did you mean `GRPO`?"),
     ("--rollout vllm", "`rollout`: there is no class `vllm` to choose here. Did you mean `VLLMRollout`?"),

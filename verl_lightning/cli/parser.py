@@ -115,13 +115,13 @@ class Parser(LightningArgumentParser):
     def known_keys(self, key: str, class_path: str | None) -> Iterator[str]:
         """Dotted keys that may stand beside a wrong one: of the class at `key`, or everywhere if there is no class."""
         if class_path is not None:
-            yield from (f"{key}.{name}" for name in class_keys(pydoc.locate(class_path)))
+            yield from (f"{key}.{name}" for name in keys_within(pydoc.locate(class_path)))
             return
         for parser in self.all_parsers():
             yield from (action.dest for action in actions_of(parser))
             for group, base in parser.class_groups.items():
                 for choice in subclasses(base, package="verl_lightning"):
-                    yield from (f"{group}.{name}" for name in class_keys(choice))
+                    yield from (f"{group}.{name}" for name in keys_within(choice))
 
     def all_parsers(self) -> list[Parser]:
         """This parser and those of its subcommands."""
@@ -252,6 +252,15 @@ def class_parser(located: object) -> Parser:
 def class_keys(located: object) -> list[str]:
     """Dotted names of the settings of a class."""
     return [action.dest for action in actions_of(class_parser(located)) if action.dest != "help"]
+
+
+def keys_within(located: object) -> Iterator[str]:
+    """Dotted names of the settings of a class, and of those of each group that stands among several choices."""
+    parser = class_parser(located)
+    for name in class_keys(located):
+        yield name
+        for part in parser.parts_at(name):
+            yield from (f"{name}.{inner}" for inner in keys_within(part))
 
 
 def subclasses(base: type, package: str = "") -> Iterator[type]:

@@ -20,6 +20,7 @@ from verl_lightning.data.messages import clean_messages
 from verl_lightning.data.rows import CHAT_COLUMNS, read_chat_rows
 from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
 from verl_lightning.data.templates import ChatRenderer
+from verl_lightning.options import typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +139,15 @@ class ChatDataModule(ExampleDataModule):
 
     known_columns: ClassVar[tuple[str, ...]] = CHAT_COLUMNS
 
+    @typed("data")
     def __init__(
         self,
         train_files: list[str] | str,
         val_files: list[str] | str = (),  # type: ignore[assignment]
         test_files: list[str] | str = (),  # type: ignore[assignment]
         *,
-        batch_size: int,
-        max_length: int,
+        batch_size: int = 8,
+        max_length: int = 2048,
         overlong: Overlong = "error",
         unsupervised: Unsupervised = "error",
         supervise: Supervise = "all",

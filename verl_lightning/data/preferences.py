@@ -21,6 +21,7 @@ from verl_lightning.data.loader import EvalLoader
 from verl_lightning.data.module import data_parallel_rank_and_size
 from verl_lightning.data.preference_rows import PREFERENCE_COLUMNS, Preference, Response, read_preferences
 from verl_lightning.data.spans import Conversation
+from verl_lightning.options import typed
 from verl_lightning.types import PreferenceBatch, TokenBatch, with_lengths
 
 
@@ -139,14 +140,15 @@ class PreferenceDataModule(ExampleDataModule):
     batch_type: ClassVar[type[TokenBatch]] = PreferenceBatch
     known_columns: ClassVar[tuple[str, ...]] = PREFERENCE_COLUMNS
 
+    @typed("data")
     def __init__(
         self,
         train_files: list[str] | str,
         val_files: list[str] | str = (),  # type: ignore[assignment]
         test_files: list[str] | str = (),  # type: ignore[assignment]
         *,
-        batch_size: int,
-        max_length: int,
+        batch_size: int = 8,
+        max_length: int = 2048,
         overlong: Overlong = "error",
         unsupervised: Unsupervised = "error",
         enable_thinking: bool | None = None,

@@ -17,6 +17,7 @@ from verl_lightning.data.messages import FLAG_KEYS, clean_messages
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
+from verl_lightning.options import typed
 from verl_lightning.types import PromptBatch
 
 _MAX_SOURCES = 16  # of which rows are shown
@@ -102,6 +103,7 @@ class PromptDataModule(TokenizedDataModule):
         ValueError: In ``setup``, if a file or row is not as described, or if the ranks can't share a batch equally.
     """
 
+    @typed("data")
     def __init__(
         self,
         train_files: list[str] | str,
@@ -109,8 +111,8 @@ class PromptDataModule(TokenizedDataModule):
         test_files: list[str] | str = (),  # type: ignore[assignment]
         *,
         prompts_per_step: int,
-        val_batch_size: int,
-        max_prompt_length: int,
+        val_batch_size: int = 64,
+        max_prompt_length: int = 1024,
         overlong: Overlong = "error",
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from verl_lightning.options import Options
+
 Packing = Literal["auto", "always", "never"]
 ActivationCheckpointing = Literal["none", "full"] | int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Options, key="lora"):
     """Low-rank adapters beside frozen base weights: ``W + B A * alpha / rank``."""
 
     rank: int = 16
@@ -74,7 +76,7 @@ def check_no_rollout(lora: LoraConfig | None, name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Options, key="optim"):
     """AdamW and its learning-rate schedule; a step is one ``trainer.global_step``."""
 
     lr: float = 1e-6
@@ -113,7 +115,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Options):
     """A causal language model and how it is trained."""
 
     path: str

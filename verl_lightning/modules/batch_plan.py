@@ -29,7 +29,7 @@ class BatchPlan:
     """Longest prompt and response together, in tokens; None where the data module does not say."""
 
     def __post_init__(self) -> None:
-        mini = self.update.mini_batch_size
+        mini = self.mini_batch_size
         if self.prompts_per_step % mini:
             raise ValueError(
                 f"`model.update.mini_batch_size` ({mini} prompts) must divide the prompts of a step"
@@ -49,6 +49,11 @@ class BatchPlan:
             )
 
     @property
+    def mini_batch_size(self) -> int:
+        """Prompts of one optimizer step, over all ranks."""
+        return self.update.mini_batch_size or self.prompts_per_step
+
+    @property
     def sequences_per_step(self) -> int:
         """Responses of an iteration, over all ranks."""
         return self.prompts_per_step * self.num_samples
@@ -56,7 +61,7 @@ class BatchPlan:
     @property
     def mini_batch_sequences_per_rank(self) -> int:
         """One rank's sequences of an optimizer step."""
-        return self.update.mini_batch_size * self.num_samples // self.data_parallel_size
+        return self.mini_batch_size * self.num_samples // self.data_parallel_size
 
     @property
     def micro_batches_per_mini_batch(self) -> int | None:
@@ -76,7 +81,7 @@ class BatchPlan:
     @property
     def mini_batches_per_epoch(self) -> int:
         """Optimizer steps of one pass over an iteration's responses."""
-        return self.prompts_per_step // self.update.mini_batch_size
+        return self.prompts_per_step // self.mini_batch_size
 
     @property
     def optimizer_steps(self) -> int:
@@ -85,7 +90,7 @@ class BatchPlan:
 
     def table(self) -> Table:
         """Returns the plan as a table for people."""
-        mini, ranks = self.update.mini_batch_size * self.num_samples, self.data_parallel_size
+        mini, ranks = self.mini_batch_size * self.num_samples, self.data_parallel_size
         rows = {
             "prompts per step, all ranks": self.prompts_per_step,
             "samples per prompt": self.num_samples,

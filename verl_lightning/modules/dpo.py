@@ -14,14 +14,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from verl_lightning.algorithms.preferences.base import PreferenceLoss, Responses, chosen, rejected
-from verl_lightning.algorithms.preferences.dpo import DPO
 from verl_lightning.metrics import Metric, masked_mean
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.modules.given import as_model, as_preference_loss
 from verl_lightning.modules.offline import NumberT, OfflineModule
 from verl_lightning.modules.reference import PreferenceSource, Reference
 from verl_lightning.modules.resume_checks import Identity, config_text
+from verl_lightning.options import typed
 from verl_lightning.types import PreferenceBatch, Scores, TokenBatch
 
 
@@ -33,28 +34,32 @@ class DPOModule(OfflineModule):
     a mean over the examples of the whole optimizer step.
 
     Args:
-        actor: The model in training. ``trainer.gradient_clip_val``, when given, takes the place of its
-            ``optim.max_grad_norm``.
+        actor: The model in training; a text is its ``path``. ``trainer.gradient_clip_val``, when given, takes the place
+            of its ``optim.max_grad_norm``.
         loss: Loss of a pair, such as ``DPO``, ``IPO`` or ``SimPO``, or of a single response, ``KTO``.
         max_tokens_per_micro_batch: Most tokens of one forward and backward pass: a batch with more makes several, of
             about equal compute, and never parts a pair. Changes speed and memory, never the gradient. Null makes one
             pass of a batch.
         reference_cache: Folder that keeps the reference's log-probs; null takes ``reference_log_probs`` in
             ``trainer.default_root_dir``.
+        lr: Short for ``actor.optim.lr``.
     """
 
     task: ClassVar[str] = "DPO"
     counted: ClassVar[str] = "examples"
 
+    @typed("model")
     def __init__(
         self,
-        actor: ModelConfig,
-        loss: PreferenceLoss | None = None,
+        actor: ModelConfig | str,
+        loss: PreferenceLoss | str | None = None,
         max_tokens_per_micro_batch: int | None = None,
         reference_cache: str | None = None,
+        *,
+        lr: float | None = None,
     ) -> None:
-        super().__init__(actor, max_tokens_per_micro_batch)
-        self.loss = loss or DPO()
+        super().__init__(as_model(actor, lr), max_tokens_per_micro_batch)
+        self.loss = as_preference_loss(loss or "DPO")
         if reference_cache is not None and not self.loss.needs_reference:
             raise ValueError(
                 f"`reference_cache` has no effect: `{type(self.loss).__name__}` compares with no reference. Leave it"

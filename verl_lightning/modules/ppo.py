@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,6 @@ from typing_extensions import override
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.algorithms.losses.base import PolicyLoss
-from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.faults import told_of
 from verl_lightning.functional.kl import adaptive_kl_coef
 from verl_lightning.functional.rewards import overlong_penalty
@@ -27,6 +26,7 @@ from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
+from verl_lightning.modules.given import as_advantage, as_corrections, as_model, as_policy_loss, as_reward
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
@@ -38,6 +38,7 @@ from verl_lightning.modules.ppo_checks import (
     check_trainer,
 )
 from verl_lightning.modules.ppo_config import (
+    PHASES,
     CriticConfig,
     DynamicSamplingConfig,
     KLConfig,
@@ -50,8 +51,9 @@ from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
+from verl_lightning.options import typed
 from verl_lightning.rewards.config import RewardConfig
-from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
+from verl_lightning.telemetry.phases import METRICS
 from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.telemetry.step_log import log_step
 from verl_lightning.types import Experience, PromptBatch
@@ -71,28 +73,13 @@ class ExperienceListener(Protocol):
         """Called on each rank before the updates; rows are those of the prompts, None if they were gathered before."""
 
 
-PHASES = (
-    "update_weights",
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    METRICS,
-    SAVE_CHECKPOINT,
-)
-"""Phases of an iteration with all its parts, in their order."""
-
-
 class PPOModule(SamplingModule):
     """Proximal policy optimization of a language model, with a critic (PPO) or with groups (GRPO and its family).
 
     Args:
-        actor: The policy.
-        reward: Reward function that judges responses, and its limits.
+        actor: The policy; a text is its ``path``.
+        reward: Reward function that judges responses, and its limits; a text is its ``function``. In Python also the
+            function itself, wherever it is defined; it goes to the reward workers as it is when the module is made.
         advantage: Estimator that turns rewards into advantages, such as ``GAE`` or ``GRPO``.
         policy_loss: Loss of each response token.
         critic: The value model; for estimators that need one, null otherwise.
@@ -103,35 +90,40 @@ class PPOModule(SamplingModule):
         dynamic_sampling: Train on groups with signal only; null trains on all.
         update: Division of an iteration's responses into optimizer steps.
         validation: Metrics of validation prompts.
+        lr: Short for ``actor.optim.lr``.
 
     Raises:
         ValueError: If the parts don't fit one another.
     """
 
+    @typed("model")
     def __init__(
         self,
-        actor: ModelConfig,
-        reward: RewardConfig,
-        advantage: AdvantageEstimator,
-        policy_loss: PolicyLoss | None = None,
+        actor: ModelConfig | str,
+        reward: RewardConfig | str | Callable[..., Any],
+        advantage: AdvantageEstimator | str,
+        policy_loss: PolicyLoss | str | None = None,
         critic: CriticConfig | None = None,
         kl: KLConfig | None = None,
-        corrections: list[RolloutCorrection] | None = None,
+        corrections: list[RolloutCorrection | str] | None = None,
         shaping: ShapingConfig = ShapingConfig(),
         dynamic_sampling: DynamicSamplingConfig | None = None,
         update: UpdateConfig = UpdateConfig(),
         validation: ValidationConfig = ValidationConfig(),
+        *,
+        lr: float | None = None,
     ) -> None:
-        super().__init__(actor, reward, validation)
+        super().__init__(actor := as_model(actor, lr), as_reward(reward), validation)
+        advantage, chosen = as_advantage(advantage), as_corrections(corrections or [])
         check_parts(advantage, critic, update)
-        check_options(advantage, corrections or [], dynamic_sampling, update, kl, shaping)
+        check_options(advantage, chosen, dynamic_sampling, update, kl, shaping)
         self.automatic_optimization = False
         self.advantage = advantage
-        self.policy_loss = policy_loss or PPOClip()
+        self.policy_loss = as_policy_loss(policy_loss or "PPOClip")
         self.critic_config = critic
         self.kl = kl
         self.kl_coef = kl.coef if kl else 0.0
-        self.corrections = corrections or []
+        self.corrections = chosen
         self.shaping = shaping
         self.gathering = GatherGroups(dynamic_sampling) if dynamic_sampling else None
         self.update = update

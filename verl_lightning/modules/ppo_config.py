@@ -8,12 +8,29 @@ from typing import Literal
 from verl_lightning.functional.normalizer import Aggregation
 from verl_lightning.models.config import ModelConfig, check_no_rollout
 from verl_lightning.models.size import ModelRole
+from verl_lightning.options import Options
+from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
+
+PHASES = (
+    "update_weights",
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    METRICS,
+    SAVE_CHECKPOINT,
+)
+"""Phases of an iteration with all its parts, in their order."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLConfig:
+class KLConfig(Options, key="model.kl"):
     """A penalty that keeps the policy near a frozen reference: its own first weights, or itself without adapters."""
 
     coef: float = 0.001
@@ -52,11 +69,12 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateConfig:
+class UpdateConfig(Options, key="model.update"):
     """Division of an iteration's responses into optimizer steps."""
 
-    mini_batch_size: int = 64
-    """Prompts of one optimizer step, over all ranks, each with all its responses."""
+    mini_batch_size: int | None = None
+    """Prompts of one optimizer step, over all ranks, each with all its responses; null takes all of an iteration's in
+    one step."""
 
     micro_batch_size: int = 8
     """Sequences of one forward and backward pass on one rank. Changes speed and memory, never the result."""
@@ -86,8 +104,8 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`model.update.{name}` must be at least 1, got {getattr(self, name)}.")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`model.update.{name}` must be at least 1, got {value}.")
         if self.max_tokens_per_micro_batch is None:
             return
         if self.max_tokens_per_micro_batch < 1:
@@ -103,7 +121,7 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class CriticConfig(Options, key="model.critic"):
     """The value model of estimators such as GAE."""
 
     model: ModelConfig | None = None
@@ -152,7 +170,7 @@ def ppo_roles(actor: ModelConfig, critic: CriticConfig | None, kl: KLConfig | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapingConfig:
+class ShapingConfig(Options, key="model.shaping"):
     """Cost of long responses, as in DAPO (Yu et al., 2025, https://arxiv.org/abs/2503.14476)."""
 
     overlong_buffer: int = 0
@@ -177,7 +195,7 @@ class ShapingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Options, key="model.dynamic_sampling"):
     """Train on groups with signal only: those whose responses do not all have the same reward.
 
     Batches are sampled until there are enough of them for an iteration; what is left over is dropped. Only a batch
@@ -193,7 +211,7 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+class ValidationConfig(Options, key="model.validation"):
     """Metrics of validation prompts."""
 
     success_reward: float = 1.0

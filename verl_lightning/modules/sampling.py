@@ -126,7 +126,7 @@ class SamplingModule(PostTrainingModule):
     @override
     def told_settings(self) -> dict[str, Any]:
         config = self.reward_config
-        reward: dict[str, Any] = {"model.reward.function": config.function}
+        reward: dict[str, Any] = {"model.reward.function": config.function and str(config.function)}
         if config.function is None:
             reward = {"model.reward.functions": {part.label: part.weight for part in config.functions}}
         return super().told_settings() | reward

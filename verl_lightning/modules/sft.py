@@ -10,7 +10,9 @@ from typing_extensions import override
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.modules.given import as_model
 from verl_lightning.modules.offline import OfflineModule
+from verl_lightning.options import typed
 from verl_lightning.types import Scores, TokenBatch
 
 
@@ -21,16 +23,20 @@ class SFTModule(OfflineModule):
     of ranks change its speed, never its gradient.
 
     Args:
-        actor: The model in training. ``trainer.gradient_clip_val``, when given, takes the place of its
-            ``optim.max_grad_norm``.
+        actor: The model in training; a text is its ``path``. ``trainer.gradient_clip_val``, when given, takes the place
+            of its ``optim.max_grad_norm``.
         max_tokens_per_micro_batch: Most tokens of one forward and backward pass: a batch with more makes several, of
             about equal compute. Changes speed and memory, never the gradient. Null makes one pass of a batch.
+        lr: Short for ``actor.optim.lr``.
     """
 
     counted: ClassVar[str] = "tokens"
 
-    def __init__(self, actor: ModelConfig, max_tokens_per_micro_batch: int | None = None) -> None:
-        super().__init__(actor, max_tokens_per_micro_batch)
+    @typed("model")
+    def __init__(
+        self, actor: ModelConfig | str, max_tokens_per_micro_batch: int | None = None, *, lr: float | None = None
+    ) -> None:
+        super().__init__(as_model(actor, lr), max_tokens_per_micro_batch)
 
     @override
     def count(self, batch: TokenBatch) -> Tensor:

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_lightning.options import Options
+from verl_lightning.rewards.given import given_function
+
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _MAX_CONCURRENCY = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedReward:
+class WeightedReward(Options):
     """One of several reward functions, and the weight of its reward in their sum."""
 
     function: str
@@ -29,6 +32,12 @@ class WeightedReward:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, the same for every sample."""
 
+    def take_types(self) -> None:
+        """Checks the types of all fields; a function that was given in Python becomes its name and itself."""
+        if callable(self.function):
+            object.__setattr__(self, "function", given_function(self.function))
+        super().take_types()
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
@@ -40,7 +49,7 @@ class WeightedReward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Options, key="model.reward"):
     """Reward functions that judge the responses, and settings for running them."""
 
     function: str | None = None
@@ -78,6 +87,12 @@ class RewardConfig:
 
     max_error_share: float = 0.1
     """Share of a batch, in ``[0, 1]``, that may be left out for errors and timeouts; above it the run stops."""
+
+    def take_types(self) -> None:
+        """Checks the types of all fields; a function that was given in Python becomes its name and itself."""
+        if callable(self.function):
+            object.__setattr__(self, "function", given_function(self.function))
+        super().take_types()
 
     def __post_init__(self) -> None:
         self._check_functions()

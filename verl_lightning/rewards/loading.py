@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_lightning.faults import closest
+from verl_lightning.rewards.given import from_wire
 from verl_lightning.rewards.signatures import BoundReward
 
 BUILT_IN_REWARDS = {
@@ -26,19 +27,22 @@ BUILT_IN_REWARDS = {
 """Import path of each reward function that has a short name."""
 
 
-def load_reward_function(name: str, arguments: Mapping[str, Any]) -> BoundReward:
+def load_reward_function(name: str | dict[str, str], arguments: Mapping[str, Any]) -> BoundReward:
     """Imports a reward function and binds its keyword arguments.
 
     Args:
         name: A key of ``BUILT_IN_REWARDS``, an import path ``package.module.function``, or a file
-            ``path/to/file.py:function``.
+            ``path/to/file.py:function``; or what `to_wire` makes of a function that was given in Python.
         arguments: Keyword arguments, bound for every call.
 
     Raises:
         ValueError: If the function does not import, is no function, or can't be called with these arguments.
     """
-    check_exists(name)
-    function = _find(BUILT_IN_REWARDS.get(name, name))
+    if isinstance(name, dict):
+        name, function = from_wire(name)
+    else:
+        check_exists(name)
+        function = _find(BUILT_IN_REWARDS.get(name, name))
     if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"The reward `function: {name}` must be a function, plain or `async`, got {function!r}.")
     return BoundReward(name, function, arguments)

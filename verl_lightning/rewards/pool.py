@@ -14,6 +14,7 @@ from verl_lightning.faults import RunError
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.environment import worker_environment
+from verl_lightning.rewards.given import to_wire
 from verl_lightning.rewards.process import WorkerProcess, stop_workers
 from verl_lightning.rewards.scoring import RewardResults, ScoringBatch, units_of
 from verl_lightning.rewards.wire import encode_line
@@ -136,7 +137,7 @@ class RewardPool:
 
     def _spawn(self) -> WorkerProcess:
         first_line = {
-            "parts": [vars(part) | {"label": part.label} for part in self.config.parts],
+            "parts": [vars(p) | {"function": to_wire(p.function), "label": p.label} for p in self.config.parts],
             "is_sum": self.config.function is None,
             "timeout": self.config.timeout,
             "sys_path": [str(path) for path in sys.path],

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from verl_lightning.options import Options
+
 
 @dataclass(frozen=True, kw_only=True)
-class Guide:
+class Guide(Options, key="guide"):
     """A form that responses are held to, by allowing no token that would leave it.
 
     The engine's log-probs are then those among the allowed tokens, above the trainer's. Set one field.
@@ -42,7 +44,7 @@ class Guide:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Options, key="sampling"):
     """Settings for sampling responses from the policy."""
 
     num_samples: int = 1
@@ -79,6 +81,26 @@ class SamplingConfig:
             raise ValueError(f"`stop` must list texts that are not empty, got {self.stop}.")
         if self.top_k < 0:
             raise ValueError(f"`top_k` must not be negative (0 samples from all tokens), got {self.top_k}.")
+
+    def with_short_forms(self, key: str, **given: Any) -> Self:
+        """Return these settings with those that were given beside them, as `HFRollout(num_samples=8)` has them.
+
+        Args:
+            key: Key of these settings in messages.
+            given: Values by name; None stands for one that was not given.
+
+        Raises:
+            ValueError: If one is set here too.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, value in values.items():
+            if getattr(self, name) not in (defaults[name], value):
+                raise ValueError(
+                    f"`rollout.{name}` ({value}) and `{key}.{name}` ({getattr(self, name)}) are both set. Leave out the"
+                    " first, which is short for the second."
+                )
+        return replace(self, **values)
 
     @property
     def is_truncated(self) -> bool:

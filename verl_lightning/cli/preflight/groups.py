@@ -55,8 +55,16 @@ def dotted(options: Mapping[str, OptionType] | None) -> Iterator[str]:
             yield name
 
 
+def dotted_within(options: Mapping[str, OptionType] | None) -> Iterator[str]:
+    """Names of options, those of all groups one by one behind the group's: of groups too that have a short form."""
+    for name, kind in (options or {}).items():
+        yield name
+        for part in kind.parts:
+            yield from (f"{name}.{inner}" for inner in dotted_within(part.options))
+
+
 def dotted_of_choices() -> Iterator[str]:
     """Names of the options of every class of this package that stands at the top."""
     for key, base in CHOICES.items():
         for cls in filter(None, map(named_class, subclasses(base.rpartition(".")[2]))):
-            yield from (f"{key}.{option}" for option in dotted(cls.options))
+            yield from (f"{key}.{option}" for option in dotted_within(cls.options))

@@ -62,8 +62,9 @@ class OptionType:
 
     @property
     def takes_words(self) -> bool:
-        """True if a word may be something else than the name of a class."""
-        return self.is_open or bool(self.choices) or "str" in self.scalars
+        """True if a word may be something else than the name of a class, which a text is beside classes of ours."""
+        names_class = bool(self.bases) and all(base.is_ours for base in self.bases)
+        return self.is_open or bool(self.choices) or ("str" in self.scalars and not names_class)
 
     def takes(self, value: Any) -> bool:
         """Tells whether a value may fit; False only for one that no simple alternative can be."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_lightning.cli.deprecation import find_renamed
 from verl_lightning.cli.errors import Failure, describe
-from verl_lightning.cli.preflight.groups import LIGHTNING, dotted, dotted_of_choices, root_options
+from verl_lightning.cli.preflight.groups import LIGHTNING, dotted_of_choices, dotted_within, root_options
 from verl_lightning.cli.preflight.option_types import OptionType
 from verl_lightning.cli.preflight.sources import PACKAGE, ClassSource, classes_of, find_class, named_class, subclasses
 from verl_lightning.cli.preflight.words import Setting
@@ -183,7 +183,7 @@ class Reading:
     def _refuse_key(self, owner: Owner, key: str) -> None:
         if find_renamed(key) is not None:
             return
-        known: Iterator[str] = (f"{owner.key}{option}" for option in dotted(owner.options))
+        known: Iterator[str] = (f"{owner.key}{option}" for option in dotted_within(owner.options))
         failure = Failure(
             key=owner.key.removesuffix("."),
             class_path=owner.name if owner.key else None,
