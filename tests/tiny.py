@@ -74,12 +74,12 @@ def write_pair_file(path: Path, *, num_rows: int = 64) -> Path:
     """Writes ``sort4`` questions, each with its answer and a wrong one that is longer, as JSON Lines of pairs."""
     questions = quickstart.sort_questions()[:num_rows]
     rows = [quickstart.prompt_row(question, split="train", index=index) for index, question in enumerate(questions)]
-    quickstart.write_jsonl(path, [pair_row(row, extra="1" * (1 + index % 3)) for index, row in enumerate(rows)])
+    quickstart.write_jsonl(path, [uneven_pair(row, 1 + index % 3) for index, row in enumerate(rows)])
     return path
 
 
-def pair_row(row: dict, *, extra: str = "") -> dict:
-    """The pair of a prompt: the right answer, and the same digits in the wrong order, with more after them."""
-    right = row["reward_model"]["ground_truth"]
-    chosen, rejected = ([{"role": "assistant", "content": text}] for text in (right, right[::-1] + extra))
-    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+def uneven_pair(row: dict, more: int) -> dict:
+    """A question with its answer, and with a wrong one that has more digits."""
+    pair = quickstart.pair_row(row)
+    pair["rejected"][0]["content"] += "1" * more
+    return pair

@@ -6,7 +6,8 @@ the same files. Run ``python examples/quickstart/prepare.py --out runs/quickstar
 * ``model/``: the model and its tokenizer, as a Hugging Face folder;
 * ``train.jsonl``, ``test.jsonl``: prompts for PPO and GRPO, in verl's schema;
 * ``val.jsonl``: the first 256 prompts of ``test.jsonl``, for validation during training;
-* ``sft.jsonl``, ``sft_val.jsonl``: the questions of ``train.jsonl`` and ``val.jsonl`` with their answers, as chats.
+* ``sft.jsonl``, ``sft_val.jsonl``: the questions of ``train.jsonl`` and ``val.jsonl`` with their answers, as chats;
+* ``pairs.jsonl``, ``pairs_val.jsonl``: the same with the answer backwards as well, as preferences for DPO.
 
 A tenth of all questions is held out for ``test.jsonl``; a hash of the question decides which.
 """
@@ -123,6 +124,13 @@ def chat_row(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*row["prompt"], reply], "data_source": row["data_source"], "extra_info": row["extra_info"]}
 
 
+def pair_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The question of a prompt row with its answer, and with the same digits backwards."""
+    right = row["reward_model"]["ground_truth"]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in (right, right[::-1]))
+    return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Writes one JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -145,6 +153,9 @@ def write_data(out: Path, *, seed: int = 0) -> None:
     write_jsonl(out / "val.jsonl", test_rows[:256])
     write_jsonl(out / "sft.jsonl", map(chat_row, train_rows))
     write_jsonl(out / "sft_val.jsonl", map(chat_row, test_rows[:256]))
+    for name, rows in {"pairs": train_rows, "pairs_val": test_rows[:256]}.items():
+        pairs = map(pair_row, rows)
+        write_jsonl(out / f"{name}.jsonl", (pair for pair in pairs if pair["chosen"] != pair["rejected"]))
 
 
 def main() -> None:
@@ -158,7 +169,7 @@ def main() -> None:
     tokenizer.save_pretrained(arguments.out / "model")
     build_model(tokenizer, seed=arguments.seed).save_pretrained(arguments.out / "model")
     write_data(arguments.out, seed=arguments.seed)
-    print(f"Wrote the model, the tokenizer and five data files into {arguments.out}")
+    print(f"Wrote the model, the tokenizer and seven data files into {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_chats, make_dpo, make_model_config, make_pairs, make_sft, make_trainer
-from tests.tiny import pair_row, quickstart, write_tiny_folder
+from tests.tiny import quickstart, write_tiny_folder
 from tests.tolerances import assert_near
 from verl_lightning.algorithms.preferences.dpo import DPO
 from verl_lightning.algorithms.preferences.kto import KTO
@@ -174,7 +174,7 @@ def test_a_budget_must_hold_a_pair(tmp_path, tiny_folder, pair_file):
 def test_dpo_learns_which_of_two_answers_is_sorted(tmp_path, tiny_folder, seed):
     """Held-out pairs differ in the order of their digits alone."""
     rows = [quickstart.prompt_row(q, split="train", index=i) for i, q in enumerate(quickstart.sort_questions()[:560])]
-    pairs = [row for row in map(pair_row, rows) if row["chosen"] != row["rejected"]]
+    pairs = [row for row in map(quickstart.pair_row, rows) if row["chosen"] != row["rejected"]]
     random.Random(seed).shuffle(pairs)
     for name, part in {"train": pairs[128:], "val": pairs[:128]}.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))

@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForCausalLM
 
 from tests.runs import Recorder, make_dpo, make_model_config, make_pairs, make_trainer
-from tests.tiny import pair_row, quickstart, tiny_tokenizer
+from tests.tiny import quickstart, tiny_tokenizer, uneven_pair
 from verl_lightning.algorithms.preferences.dpo import DPO
 from verl_lightning.algorithms.preferences.hinge import HingeDPO
 from verl_lightning.algorithms.preferences.ipo import IPO
@@ -78,7 +78,7 @@ def plain_rows(*, prompt: str = "") -> list[dict]:
     """Eighty pairs as plain texts."""
     questions = quickstart.sort_questions()[: STEPS * BATCH]
     rows = [quickstart.prompt_row(question, split="train", index=index) for index, question in enumerate(questions)]
-    pairs = [pair_row(row, extra="1" * (1 + index % 3)) for index, row in enumerate(rows)]
+    pairs = [uneven_pair(row, 1 + index % 3) for index, row in enumerate(rows)]
     return [
         {
             "prompt": prompt or pair["prompt"][0]["content"],

@@ -218,8 +218,8 @@ def sft_packed_within_a_budget(bench: Bench) -> Results:
 
 
 def dpo_accumulated(bench: Bench) -> Results:
-    """Eight pairs a step, packed, in two batches of several micro-batches."""
-    module = make_dpo(bench.folder / "model", actor=bench.model(packing="always"), max_tokens_per_micro_batch=96)
+    """Eight pairs a step, in two batches of several micro-batches."""
+    module = make_dpo(bench.folder / "model", actor=bench.model(), max_tokens_per_micro_batch=96)
     return bench.fit(module, accumulate_grad_batches=2)
 
 

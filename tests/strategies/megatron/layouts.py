@@ -25,6 +25,7 @@ SCENARIOS = [
     "gae_with_shared_trunk",
     "sft",
     "sft_accumulated",
+    "dpo_accumulated",
     "one_rank_without_rewards",
     "nothing_to_train_on",
     "infinite_gradient",
