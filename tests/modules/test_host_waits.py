@@ -17,8 +17,8 @@ from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConf
 from verl_lightning.strategies import STRATEGIES
 
 HOSTS = {
-    "_local_scalar_dense: data.chat.batch for data.loader.__iter__": "a batch is made on the host",
-    "tolist: types.with_lengths for data.chat.on_before_batch_transfer": "and counted there before it is sent",
+    "_local_scalar_dense: data.chat.padded for data.chat.batch": "a batch is made on the host",
+    "tolist: types.with_lengths for data.examples.on_before_batch_transfer": "and counted there before it is sent",
 }
 """What is asked of tensors that never were on a device."""
 

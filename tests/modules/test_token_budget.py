@@ -199,5 +199,5 @@ def test_two_sizes_of_a_micro_batch_are_refused():
 
 @pytest.mark.parametrize("make", [UpdateConfig, lambda **options: make_sft("nowhere", **options)])
 def test_an_empty_budget_is_refused(make):
-    with pytest.raises(ValueError, match="`(update.)?max_tokens_per_micro_batch` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`(model.update.)?max_tokens_per_micro_batch` must be at least 1, got 0"):
         make(max_tokens_per_micro_batch=0)
