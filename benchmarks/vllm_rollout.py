@@ -41,6 +41,7 @@ from typing_extensions import override
 
 from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.callbacks.placement import Beside
 from verl_lightning.data import PromptDataModule
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
@@ -48,7 +49,7 @@ from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, wait_for
-from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
+from verl_lightning.rollout.vllm_config import SpeculationConfig
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import PromptBatch
 
@@ -132,7 +133,7 @@ class Meter(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measure_sync(pl_module)
-        if self.rollout.beside is None:
+        if self.rollout.placement is None:
             self._measure_engine(self.batch)
 
     def _measure_sync(self, module: Any) -> None:
@@ -248,7 +249,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=arguments.tiny or arguments.sync_only,
         tensor_parallel_size=arguments.tensor_parallel_size,
         speculation=None if arguments.speculate is None else SpeculationConfig(method=arguments.speculate),
-        beside=None if beside is None else BesideConfig(gpus=beside, transfer=arguments.transfer),
+        placement=None if beside is None else Beside(gpus=beside, transfer=arguments.transfer),
     )
     meter = Meter(rollout, arguments.repeats)
     own = STRATEGIES.get(arguments.strategy)

@@ -5,6 +5,7 @@ from verl_lightning.callbacks.health import HealthCheck, HealthMonitor
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.hf_rollout import HFRollout
 from verl_lightning.callbacks.numa import NumaAffinity
+from verl_lightning.callbacks.placement import Beside, Placement, RayActors
 from verl_lightning.callbacks.profiler import ProfilerCallback, StepRange
 from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.ray_rollout import RayRollout
@@ -15,6 +16,7 @@ from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.preemption import Preemption
 
 __all__ = [
+    "Beside",
     "FinalValidation",
     "HFCheckpoint",
     "HFRollout",
@@ -22,8 +24,10 @@ __all__ = [
     "HealthMonitor",
     "NumaAffinity",
     "PhaseProgressBar",
+    "Placement",
     "Preemption",
     "ProfilerCallback",
+    "RayActors",
     "RayRollout",
     "ResumeWandb",
     "RolloutCallback",

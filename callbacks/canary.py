@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,13 +68,14 @@ class Canary:
         seeds = [[derive_seed("canary", row)] for row in range(len(self._tokens))]
         return make_requests(self._tokens, seeds, sampling)
 
-    def check(self, module: PostTrainingModule, rollout: Rollout, dtype: str) -> None:
+    def check(self, module: PostTrainingModule, rollout: Rollout, dtype: str, difference: Callable[[], str]) -> None:
         """Compares the engine's log-probs of its own responses with the trainer's. Collective.
 
         Args:
             module: Module whose policy is in training.
             rollout: The engine's responses to the prompts.
             dtype: Name of the type in which both compute.
+            difference: Function that says which weights differ. Collective.
 
         Raises:
             RunError: If the log-probs differ by more than the limit.
@@ -82,7 +83,7 @@ class Canary:
         self.gap = log_prob_gap(module, rollout)
         limit = default_limit(dtype, module.device) if self._limit is None else self._limit
         if not self.gap <= limit:
-            raise RunError(gap_message(self.gap, limit, module.trainer.global_step))
+            raise RunError(gap_message(self.gap, limit, module.trainer.global_step, difference()))
 
 
 def default_limit(dtype: str, device: torch.device) -> float:
@@ -106,13 +107,13 @@ def log_prob_gap(module: PostTrainingModule, rollout: Rollout) -> float:
     return float(total / count)
 
 
-def gap_message(gap: float, limit: float, step: int) -> str:
+def gap_message(gap: float, limit: float, step: int, difference: str) -> str:
     """Says why a run stops whose engine samples from another policy than the one in training."""
     return (
         f"after the sync of weights at step {step}, engine and trainer differ by {gap:.3g} nats per token on the"
-        f" canary prompts, but `rollout.canary_limit` is {limit:g}. Likely causes: the engine lacks a weight or names"
-        " it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old weights, or the two"
-        " compute in different types (`trainer.precision`, `model.actor.dtype`). If `rollout: HFRollout` trains well"
-        " from here, the sync is broken; if the gap grew slowly, or is as large in the first sync of a model that"
-        " bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
+        f" canary prompts, but `rollout.canary_limit` is {limit:g}. {difference} Likely causes: the engine lacks a"
+        " weight or names it otherwise (tied embeddings, adapters, a new architecture), a cache outlived the old"
+        " weights, or the two compute in different types (`trainer.precision`, `model.actor.dtype`). If"
+        " `rollout: HFRollout` trains well from here, the sync is broken; if the gap grew slowly, or is as large in the"
+        " first sync of a model that bfloat16 blurs (see docs/rollout.md), raise the limit or compute in float32."
     )

@@ -7,6 +7,7 @@ from typing import cast
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
@@ -27,6 +28,10 @@ class HFRollout(RolloutCallback):
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1: each batch is then sampled while the policy learns from the one before.
+        placement: Where engines run: `Beside` the trainer in processes of their own, or in `RayActors`; null is in the
+            training processes.
+        canary_limit: Largest gap of the canary, in nats per token; see `VLLMRollout`. Null follows the type, and has no
+            canary in the training process, where weights are copied name by name.
         num_samples: Short for ``sampling.num_samples``.
         max_new_tokens: Short for ``max_new_tokens`` of both samplings.
         temperature: Short for ``sampling.temperature``.
@@ -45,6 +50,8 @@ class HFRollout(RolloutCallback):
         batch_size: int = 1024,
         turns: TurnsConfig | None = None,
         max_staleness: int = 0,
+        placement: Placement | None = None,
+        canary_limit: float | None = None,
         *,
         num_samples: int | None = None,
         max_new_tokens: int | None = None,
@@ -54,7 +61,9 @@ class HFRollout(RolloutCallback):
             "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
         val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
-        super().__init__(sampling, val_sampling, turns, max_staleness)
+        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit)
+        if placement is None and canary_limit is None:
+            self._canary = None  # weights are copied in this process, and each name is looked for
         for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():
             if each.stop or each.guide is not None:
                 raise ValueError(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.callbacks.canary import Canary
+from verl_lightning.callbacks.placement import Placement
+from verl_lightning.callbacks.replacements import Replacements
 from verl_lightning.callbacks.rollout_queue import (
     CHECKPOINT_KEY,
     Ticket,
@@ -26,7 +31,9 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, to_rollout, version_message, wait_for
+from verl_lightning.rollout.stepping import SteppingEngine
 from verl_lightning.rollout.turns import TurnsConfig, converse
+from verl_lightning.rollout.weight_sums import difference_message, weight_sums
 from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.types import PromptBatch, Rollout
 
@@ -55,6 +62,8 @@ class RolloutCallback(Callback):
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1.
+        placement: Where engines run, such as `Beside` or `RayActors`; null is in the training processes.
+        canary_limit: Largest gap of the canary, in nats per token; null follows the type in which both compute.
 
     Raises:
         ValueError: If ``max_staleness`` is neither, or conversations are to be sampled ahead.
@@ -68,6 +77,8 @@ class RolloutCallback(Callback):
         val_sampling: SamplingConfig = SamplingConfig(),
         turns: TurnsConfig | None = None,
         max_staleness: int = 0,
+        placement: Placement | None = None,
+        canary_limit: float | None = None,
     ) -> None:
         if max_staleness not in (0, 1):
             raise ValueError(f"`rollout.max_staleness` must be 0 or 1, got {max_staleness}.")
@@ -78,7 +89,12 @@ class RolloutCallback(Callback):
         self.sampling = sampling
         self.val_sampling = val_sampling
         self.turns = turns
+        if canary_limit is not None and canary_limit <= 0:
+            raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
         self.max_staleness = max_staleness
+        self.placement = placement
+        self._canary: Canary | None = Canary(canary_limit)
+        self._replacements: Replacements | None = None
         self._engine: Engine | None = None
         self._has_started = False
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
@@ -100,15 +116,35 @@ class RolloutCallback(Callback):
                 f"`{type(self).__name__}` samples responses, for which `{type(pl_module).__name__}` has no use."
                 " Train a `PPOModule`, or take the rollout callback out (`rollout: null`)."
             )
-        if sends_adapters(pl_module) and not self.takes_adapters:
+        at_place = self.placement is None or self.placement.takes_adapters
+        if sends_adapters(pl_module) and not (self.takes_adapters and at_place):
             raise MisconfigurationException(
                 f"`lora.merge_for_rollout: false` sends adapters alone, but the engine of `{type(self).__name__}` takes"
-                " whole weights only. Set it to true, or sample with `VLLMRollout`."
+                " whole weights only, as all Ray actors do. Set it to true, or sample with `VLLMRollout`."
             )
         if self.max_staleness and stage == "fit":
             check_staleness(pl_module)
         self._weights_step, self._ahead = -1, None
-        self._engine, self._has_started = self.make_engine(pl_module), False
+        if self._canary is not None:
+            self._canary.forget()
+        self._engine, self._has_started = self._place(pl_module), False
+
+    def _place(self, module: PostTrainingModule) -> Engine:
+        """Make an engine at its place."""
+        engine, placement = self.make_engine(module), self.placement
+        if placement is None:
+            return engine
+        if not isinstance(engine, SteppingEngine):
+            kind = type(engine).__name__
+            raise MisconfigurationException(f"`rollout.placement` can't place a `{kind}`. Leave it out.")
+        placed = placement.place(engine, module)
+        if placement.max_restarts is not None:
+            self._replacements = Replacements(
+                placement.max_restarts,
+                replace=lambda module: placed.start(module.device),
+                sync_weights=self.sync_weights,
+            )
+        return placed
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,6 +171,8 @@ class RolloutCallback(Callback):
         if module.needs_greedy_rollout:
             greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
             batch.greedy_rollout = self._sample(module, batch, greedy, "greedy")
+        if self._canary is not None:
+            module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
         if self.max_staleness:
             module.log("rollout/staleness", float(age), batch_size=1)
             # At first the same prompts once more, with other noise.
@@ -175,6 +213,13 @@ class RolloutCallback(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._weights_step = -1
+        if self.placement is not None:
+            self.placement.leave(trainer)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.placement is not None:
+            self.placement.leave(trainer)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -209,15 +254,13 @@ class RolloutCallback(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._ahead is not None:
-            self._abandon()
+            if self.placement is not None:
+                self.placement.abandon(self._engine)
             self._ahead.settle()
             self._ahead = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
-
-    def _abandon(self) -> None:
-        """Have the engine drop what it samples ahead, so that nobody waits for it."""
 
     def _make_ready(self, trainer: Trainer) -> None:
         """Start the engine unless it runs. Collective.
@@ -226,7 +269,8 @@ class RolloutCallback(Callback):
         graphs of an engine in this process would go on writing.
         """
         if not self._has_started:
-            self.start_engine(trainer.strategy.root_device)
+            module = cast(PostTrainingModule, trainer.lightning_module)
+            self._attempt(module, lambda: self.start_engine(trainer.strategy.root_device))
             self._has_started = True
 
     def start_engine(self, device: torch.device) -> None:
@@ -237,8 +281,16 @@ class RolloutCallback(Callback):
     def sync_weights(self, module: PostTrainingModule) -> None:
         """Send the engine the policy as it is now, adapters merged in. Collective."""
         assert self._engine is not None
-        weights = module.contract.named_weights(module.policy, self.weights_type(module))
-        self._engine.load_weights(weights, self._weights_version)
+        with self._alone(module):
+            self._engine.load_weights(self._weights(module), self._weights_version)
+
+    def _alone(self, module: PostTrainingModule) -> AbstractContextManager[None]:
+        """Return a context in which no other process asks the same engines. Collective."""
+        return nullcontext() if self.placement is None else self.placement.alone(module.trainer)
+
+    def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights that the engine is sent. Collective."""
+        return module.contract.named_weights(module.policy, self.weights_type(module))
 
     def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
         """Return the type of the weights that the engine is sent; None where it takes them as they are."""
@@ -268,7 +320,7 @@ class RolloutCallback(Callback):
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
-        return work()
+        return work() if self._replacements is None else self._replacements.attempt(module, work)
 
     def _complete(
         self, module: PostTrainingModule, requests: Sequence[Request], turns: TurnsConfig | None = None
@@ -295,10 +347,41 @@ class RolloutCallback(Callback):
             with module.phase("update_weights"):
                 self._attempt(module, lambda: self.sync_weights(module))
             self._weights_step = module.trainer.global_step
-            self._check_weights(module, batch)
+            if self._canary is not None:
+                with module.phase("canary"):
+                    self._check_canary(module, batch, self._canary)
 
-    def _check_weights(self, module: PostTrainingModule, batch: PromptBatch) -> None:
-        """See whether the engine has the policy now. Collective."""
+    def _check_canary(self, module: PostTrainingModule, batch: PromptBatch, canary: Canary) -> None:
+        """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
+        engine = self._engine
+        assert engine is not None
+        requests = canary.requests(module.trainer, batch, self.sampling)
+        rollout = self._answer(module, requests, requests[0].sampling)
+        with self._alone(module):
+            self._attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
+        canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
+
+    def _difference(self, module: PostTrainingModule, engine: Engine) -> str:
+        """Say which weights of the engine are not those that it was sent. Collective."""
+        if sends_adapters(module):
+            return "Adapters alone were sent, whose sums the engine does not tell."
+        dtype = self.weights_type(module)
+        sent = weight_sums((name, weight.to(dtype or weight.dtype)) for name, weight in self._weights(module))
+        return difference_message(sent, engine.weight_sums())
+
+    def engine_dtype(self, module: PostTrainingModule) -> str:
+        """Name the type in which trainer and engine compute: of ``trainer.precision``, else that of the weights."""
+        name = (module.trainer.precision or "").partition("-")[0]
+        return {"bf16": "bfloat16", "16": "float16"}.get(name, module.policy_config.dtype)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._canary is None else {"canary": self._canary.state()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._canary is not None and "canary" in state_dict:  # else the run that saved had none
+            self._canary.restore(state_dict["canary"])
 
     def _requests(
         self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str

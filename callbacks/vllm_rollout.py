@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.callbacks import canary
-from verl_lightning.callbacks.engine_beside import Replacements, check_visible, engine_gpu, trainer_gpu
 from verl_lightning.callbacks.engine_share import MOST, planned_share
+from verl_lightning.callbacks.placement import Beside, Placement, trainer_gpu
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
@@ -25,9 +24,8 @@ from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine, check_vllm, gather_requests
-from verl_lightning.rollout.vllm_config import BesideConfig, LogProbsMode, SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.vllm_config import LogProbsMode, SpeculationConfig, VLLMConfig
 from verl_lightning.rollout.vllm_sampling import check_speculation
-from verl_lightning.rollout.weight_transfer import choose_transfer
 from verl_lightning.telemetry.memory_plan import EngineMemory
 from verl_lightning.types import PromptBatch
 
@@ -56,12 +54,13 @@ class VLLMRollout(RolloutCallback):
         deadline: Most seconds for the responses to one batch of prompts; then the run stops and names a stuck one.
         tensor_parallel_size: Training processes that share one engine, for models that don't fit on one GPU; it must
             divide their number.
-        beside: Run each engine in a process of its own, on GPUs that the trainer leaves alone. A dead one is replaced
-            by a new one with the current weights, and what it was asked is asked anew. None shares the trainer's GPUs.
+        beside: Old name of ``placement: Beside``.
         turns: Sample conversations with an environment, such as a tool; null samples single responses.
         speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
-            or 1: each batch is then sampled while the policy learns from the one before. 1 needs ``beside``.
+            or 1: each batch is then sampled while the policy learns from the one before. 1 needs a ``placement``.
+        placement: Where engines run: `Beside` the trainer in processes of their own, of which a dead one is replaced,
+            or in `RayActors`; null shares the trainer's GPUs. An engine that is placed elsewhere never sleeps.
         num_samples: Short for ``sampling.num_samples``.
         max_new_tokens: Short for ``max_new_tokens`` of both samplings.
         temperature: Short for ``sampling.temperature``.
@@ -85,10 +84,11 @@ class VLLMRollout(RolloutCallback):
         canary_limit: float | None = None,
         deadline: float = 1800.0,
         tensor_parallel_size: int = 1,
-        beside: BesideConfig | None = None,
+        beside: Beside | None = None,
         turns: TurnsConfig | None = None,
         speculation: SpeculationConfig | None = None,
         max_staleness: int = 0,
+        placement: Placement | None = None,
         *,
         num_samples: int | None = None,
         max_new_tokens: int | None = None,
@@ -98,24 +98,29 @@ class VLLMRollout(RolloutCallback):
             "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
         val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
-        super().__init__(sampling, val_sampling, turns, max_staleness)
+        if beside is not None:
+            if placement is not None:
+                raise ValueError("`rollout.beside` and `rollout.placement` are one option. Leave out `beside`.")
+            rank_zero_warn(
+                "`rollout.beside` is `rollout.placement: Beside` since version 0.1, and will be gone in 0.3.",
+                category=FutureWarning,
+            )
+            placement = beside
+        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit)
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
-        if canary_limit is not None and canary_limit <= 0:
-            raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
         if deadline <= 0:
             raise ValueError(f"`rollout.deadline` must be above 0 seconds, got {deadline}.")
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enforce_eager = enforce_eager
         self.sleeps = sleeps
-        self.canary_limit = canary_limit
         self.deadline = deadline
         if tensor_parallel_size < 1:
             raise ValueError(f"`rollout.tensor_parallel_size` must be at least 1, got {tensor_parallel_size}.")
-        if tensor_parallel_size > 1 and beside is not None:
+        if tensor_parallel_size > 1 and placement is not None:
             raise ValueError(
-                "`rollout.tensor_parallel_size` shares the training processes' engine, but `rollout.beside` gives each"
-                f" its own. Set it to 1, or take `beside` out; got {tensor_parallel_size}."
+                "`rollout.tensor_parallel_size` shares an engine of the training processes, which `rollout.placement`"
+                f" puts elsewhere. Set it to 1, or take `placement` out; got {tensor_parallel_size}."
             )
         if turns is not None and tensor_parallel_size > 1:
             raise ValueError(
@@ -123,44 +128,25 @@ class VLLMRollout(RolloutCallback):
                 " environment's replies at different times. Set `rollout.tensor_parallel_size` to 1."
             )
         self.tensor_parallel_size = tensor_parallel_size
-        self.beside = beside
-        if max_staleness and beside is None:
-            raise ValueError(
-                "`rollout.max_staleness: 1` needs engines in processes of their own: set `rollout.beside`."
-            )
+        if max_staleness and placement is None:
+            raise ValueError("`rollout.max_staleness: 1` needs engines of their own GPUs: set `rollout.placement`.")
         self.speculation = speculation
         self._gpu_share = 0.0
         self._is_elsewhere = False
-        self._replacements: Replacements | None = None
         self._log_probs_mode = log_probs_mode(sampling)
-        self._canary = canary.Canary(canary_limit)
 
     takes_adapters = True
 
     @override
-    def make_engine(self, module: PostTrainingModule) -> VLLMEngine | ProcessEngine:
+    def make_engine(self, module: PostTrainingModule) -> VLLMEngine:
         if module.trainer.world_size % self.tensor_parallel_size:
             raise MisconfigurationException(
                 f"`rollout.tensor_parallel_size: {self.tensor_parallel_size}` does not divide the"
                 f" {module.trainer.world_size} training processes. Change it, or `trainer.devices`."
             )
-        self._canary.forget()
-        self._is_elsewhere = self.beside is not None and not self._shares_gpus(module)
+        self._is_elsewhere = self.placement is not None and not self._shares_gpus(module)
         self._gpu_share = self._memory_share(module)
-        config = self._engine_config(module)
-        if self.beside is None:
-            return VLLMEngine(config)
-        self._replacements = Replacements(
-            self.beside.max_restarts,
-            replace=lambda module: self._vllm.start(module.device),
-            sync_weights=self.sync_weights,
-        )
-        gpu = engine_gpu(self.beside, module.trainer)
-        check_visible(gpu, torch.cuda.device_count())
-        transfer = choose_transfer(self.beside.transfer, trainer_gpu=trainer_gpu(module.trainer), engine_gpu=gpu)
-        if sends_adapters(module):
-            transfer = "host"  # an adapter is a file
-        return ProcessEngine(dataclasses.replace(config, transfer=transfer), gpu=gpu, transfer=transfer)
+        return VLLMEngine(self._engine_config(module))
 
     def _memory_share(self, module: PostTrainingModule) -> float:
         """Return the share of a GPU's memory for the engine."""
@@ -170,23 +156,26 @@ class VLLMRollout(RolloutCallback):
             return MOST
         return planned_share(
             module,
-            dtype=self._dtype(module),
+            dtype=self.engine_dtype(module),
             num_devices=self.tensor_parallel_size,
-            sleeps=self.sleeps and self.beside is None,
+            sleeps=self._can_sleep,
         )
 
     def _shares_gpus(self, module: PostTrainingModule) -> bool:
-        """Tell whether engines lie on the trainer's GPUs; `RayRollout` asks for engines that lie elsewhere."""
-        gpu = trainer_gpu(module.trainer)
-        is_own = self in module.trainer.callbacks  # type: ignore[attr-defined]
-        return is_own and gpu is not None and (self.beside is None or engine_gpu(self.beside, module.trainer) == gpu)
+        """Tell whether engines lie on the trainer's GPUs."""
+        gpu, placement = trainer_gpu(module.trainer), self.placement
+        return gpu is not None and (placement is None or placement.gpu(module.trainer) == gpu)
+
+    @property
+    def _can_sleep(self) -> bool:
+        return self.sleeps and self.placement is None
 
     def engine_memory(self, device_bytes: int) -> EngineMemory:
         """Return the engine's memory on a training device with so many bytes; none before its share is known."""
         if self._is_elsewhere:
             return EngineMemory()
         sampling = int(self._gpu_share * device_bytes)
-        return EngineMemory(sampling=sampling, learning=0 if self.sleeps and self.beside is None else sampling)
+        return EngineMemory(sampling=sampling, learning=0 if self._can_sleep else sampling)
 
     def _engine_config(self, module: PostTrainingModule) -> VLLMConfig:
         lora = module.policy_config.lora
@@ -195,7 +184,7 @@ class VLLMRollout(RolloutCallback):
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
             max_model_len=self._max_model_len(module),
-            dtype=self._dtype(module),
+            dtype=self.engine_dtype(module),
             log_probs_mode=self._log_probs_mode,
             lora_rank=lora.rank if lora is not None and sends_adapters(module) else None,
             gpu_memory_utilization=self._gpu_share,
@@ -211,8 +200,8 @@ class VLLMRollout(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         check_vllm()
-        has_gpu = self.beside.gpus if self.beside is not None else trainer.strategy.root_device.type == "cuda"
-        self.check_speculation(torch.device("cuda" if has_gpu else "cpu"))
+        device = trainer.strategy.root_device if self.placement is None else self.placement.device()
+        self.check_speculation(device)
 
     def check_speculation(self, device: torch.device) -> None:
         """Refuse to guess tokens where engines on a device would get them wrong, before they are started.
@@ -229,20 +218,6 @@ class VLLMRollout(RolloutCallback):
         return {"sampling": self.sampling, "val_sampling": self.val_sampling}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"canary": self._canary.state()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._canary.restore(state_dict["canary"])
-
-    @override
-    def _make_ready(self, trainer: Trainer) -> None:
-        module = trainer.lightning_module
-        assert isinstance(module, PostTrainingModule)  # checked in `setup`
-        self._attempt(module, lambda: super(VLLMRollout, self)._make_ready(trainer))
-
-    @override
     def start_engine(self, device: torch.device) -> None:
         super().start_engine(device)
         self._rest()
@@ -252,13 +227,7 @@ class VLLMRollout(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        pl_module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
         self._rest()
-
-    @override
-    def _abandon(self) -> None:
-        if isinstance(self._engine, ProcessEngine):
-            self._engine.kill()
 
     @property
     def _vllm(self) -> VLLMEngine | ProcessEngine:
@@ -267,13 +236,9 @@ class VLLMRollout(RolloutCallback):
 
     def _rest(self) -> None:
         """Make room for the trainer until the next sync."""
-        if self.sleeps and self.beside is None:
+        if self._can_sleep:
             self._vllm.sleep()
             self._weights_step = -1  # sleep forgets the weights
-
-    @override
-    def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
-        return work() if self._replacements is None else self._replacements.attempt(module, work)
 
     @override
     def _complete(
@@ -286,12 +251,8 @@ class VLLMRollout(RolloutCallback):
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._dtype(module))
+        dtype: torch.dtype = getattr(torch, self.engine_dtype(module))
         return dtype
-
-    def _dtype(self, module: PostTrainingModule) -> str:
-        """Name of the type that the engine computes in."""
-        return engine_dtype(module.trainer.precision, module.policy_config.dtype)
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:
@@ -302,15 +263,6 @@ class VLLMRollout(RolloutCallback):
         with TemporaryDirectory() as folder:
             write_adapter(Path(folder), backbone, weights, fingerprint="")
             self._vllm.load_adapter(Path(folder), self._weights_version)
-
-    @override
-    def _check_weights(self, module: PostTrainingModule, batch: PromptBatch) -> None:
-        """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
-        with module.phase("canary"):
-            requests = self._canary.requests(module.trainer, batch, self.sampling)
-            rollout = self._answer(module, requests, requests[0].sampling)
-            self._attempt(module, self._vllm.drop_caches)  # others must find the cache as if there were no canary
-            self._canary.check(module, rollout, self._dtype(module))
 
     def _max_model_len(self, module: PostTrainingModule) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""
@@ -333,9 +285,3 @@ def log_probs_mode(sampling: SamplingConfig) -> LogProbsMode:
         "`rollout.sampling` sets `top_p` or `top_k`, after which vLLM gives log-probs over the whole vocabulary at"
         f" temperature 1 only, but `temperature` is {sampling.temperature}. Set it to 1, or `top_p: 1` and `top_k: 0`."
     )
-
-
-def engine_dtype(precision: str | None, weights_dtype: str) -> str:
-    """The type that the trainer computes in: that of ``trainer.precision``, else that of the weights."""
-    name = (precision or "").partition("-")[0]
-    return {"bf16": "bfloat16", "16": "float16"}.get(name, weights_dtype)

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.resume.experiment import Experiment
-from tests.rollout.mortal_engine import MortalRollout
+from tests.rollout.mortal_engine import MortalBeside
 from tests.runs import make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from tests.tiny import write_prompt_file
-from verl_lightning.callbacks import vllm_rollout
+from verl_lightning.callbacks import HFRollout
 from verl_lightning.callbacks.canary import Canary, default_limit
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.vllm_config import BesideConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed run's own folder
 
@@ -31,16 +30,26 @@ class InexactEngine(HFEngine):
         super().load_weights(((name, weight * 1.02) for name, weight in weights), version)
 
 
-@pytest.fixture(autouse=True)
-def _without_vllm(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "check_vllm", lambda: None)
+class ForgetfulEngine(HFEngine):
+    """It takes no new values for one matrix."""
+
+    def load_weights(self, weights, version):
+        lost = "model.layers.1.mlp.down_proj.weight"
+        super().load_weights(((name, torch.zeros_like(w) if name == lost else w) for name, w in weights), version)
 
 
-def make_rollout(folder, **options):
+class OtherEngine(HFEngine):
+    """It has the policy's weights, but computes something else."""
+
+    def start(self, device):
+        super().start(device)
+        self._running.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.5)
+
+
+def make_rollout(folder, engine_class=HFEngine, **options):
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    rollout = MortalRollout(sampling, sampling, beside=BesideConfig(), **options)
-    rollout.folder = folder
-    return rollout
+    placement = MortalBeside(folder=folder, engine_class=engine_class)
+    return HFRollout(sampling, sampling, placement=placement, **options)
 
 
 def test_the_limit_follows_the_type_in_which_both_compute():
@@ -52,8 +61,7 @@ def test_the_limit_follows_the_type_in_which_both_compute():
 
 
 def test_two_percent_on_every_weight_stop_a_run_in_float32(tmp_path, tiny_folder, prompt_file):
-    rollout = make_rollout(tmp_path / "events")
-    rollout.engine_class = InexactEngine
+    rollout = make_rollout(tmp_path / "events", InexactEngine)
 
     with pytest.raises(
         RuntimeError, match="at step 0, engine and trainer differ by .* `rollout.canary_limit` is 0.0005"
@@ -61,9 +69,22 @@ def test_two_percent_on_every_weight_stop_a_run_in_float32(tmp_path, tiny_folder
         make_trainer(tmp_path, rollout).fit(make_ppo(tiny_folder), make_prompt_data(prompt_file))
 
 
+@pytest.mark.parametrize(
+    ("engine_class", "said"),
+    [
+        (ForgetfulEngine, "other weights than it was sent in 1 of 10 blocks: `model.layers.1.mlp`"),
+        (OtherEngine, "all weights in the engine are those that it was sent"),
+    ],
+)
+def test_a_gap_is_told_with_the_weights_that_differ(tmp_path, tiny_folder, prompt_file, engine_class, said):
+    rollout = make_rollout(tmp_path / "events", engine_class)
+
+    with pytest.raises(RuntimeError, match=said):
+        make_trainer(tmp_path, rollout).fit(make_ppo(tiny_folder), make_prompt_data(prompt_file))
+
+
 def test_a_given_limit_counts(tmp_path, tiny_folder, prompt_file):
-    rollout = make_rollout(tmp_path / "events", canary_limit=0.1)
-    rollout.engine_class = InexactEngine
+    rollout = make_rollout(tmp_path / "events", InexactEngine, canary_limit=0.1)
 
     make_trainer(tmp_path, rollout, max_steps=1).fit(make_ppo(tiny_folder), make_prompt_data(prompt_file))
 

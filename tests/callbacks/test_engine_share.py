@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.callbacks.engine_share import planned_share, share_of
-from verl_lightning.rollout.vllm_config import BesideConfig
+from verl_lightning.callbacks.placement import Beside
 from verl_lightning.strategies.memory import ModelMemory
 from verl_lightning.telemetry.memory_plan import GIB, EngineMemory, MemoryPlan, memory_plan
 
@@ -44,7 +44,7 @@ def test_a_small_model_leaves_an_engine_the_most(tmp_path, tiny_folder, prompt_f
     [
         ({"gpu_memory_utilization": 0.5}, (40, 0)),
         ({"gpu_memory_utilization": 0.5, "sleeps": False}, (40, 40)),
-        ({"gpu_memory_utilization": 0.5, "beside": BesideConfig()}, (0, 0)),
+        ({"gpu_memory_utilization": 0.5, "placement": Beside()}, (0, 0)),
     ],
 )
 def test_the_plan_knows_the_engine(tmp_path, tiny_folder, prompt_file, options, memory):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
 
 from verl_lightning.callbacks import RayRollout
-from verl_lightning.rollout.base import Request
-from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.ray_engines import RayEngines
 
 
@@ -19,20 +16,6 @@ def engine_pids(engines: RayEngines) -> list[int]:
     import ray
 
     return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engines._actors])
-
-
-class MortalEngine(HFEngine):
-    """Kills its process when it is asked and a file is there, which it takes away first."""
-
-    order: Path
-
-    def add(self, key: int, request: Request) -> None:
-        try:
-            self.order.unlink()
-        except FileNotFoundError:  # also if another replica was faster
-            super().add(key, request)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class EngineKiller(Callback):

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.ray.engine_processes import EngineKiller, MortalEngine
+from tests.ray.engine_processes import EngineKiller, engine_pids
 from tests.rollout.asking import sample
+from tests.rollout.conformance import CHECKS, ENDS, Bench
 from tests.rollout.test_hf_engine import make_engine, make_prompts
 from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
@@ -25,6 +26,7 @@ from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, wait_for
 from verl_lightning.rollout.dispatcher import EngineActor, num_tokens
+from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.ray_engines import Caller, RayEngines
 from verl_lightning.rollout.stored_weights import store_weights
 
@@ -44,16 +46,9 @@ def load(engines, seed, version=None):
 
 
 @pytest.fixture(scope="module")
-def order(tmp_path_factory):
-    """A file that kills the replica that sees it first."""
-    return tmp_path_factory.mktemp("order") / "die"
-
-
-@pytest.fixture(scope="module")
-def callers(joined_cluster, tiny_folder, order):
+def callers(joined_cluster, tiny_folder):
     """Two replicas, and three callers that share them."""
-    engine = MortalEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=[1], pad_token_id=0)
-    engine.order = order
+    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=[1], pad_token_id=0)
     demand = Demand(option="rollout.num_replicas", count=2, cpus=1.0)
     told = []
     sends = [lambda value: told.append(value) or value] + [lambda _: told[0]] * 2
@@ -82,20 +77,22 @@ def test_two_replicas_answer_three_callers_as_their_own_engines_would(callers, t
         assert_same_rollout(rollout, sample(alone, asked, sampling))
 
 
+@pytest.fixture(scope="module")
+def bench(joined_cluster, tiny_folder):
+    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=ENDS, pad_token_id=0, deadline=1.0)
+    engines = RayEngines(engine, Demand(option="rollout.num_replicas", count=2, cpus=1.0))
+    engines.start(CPU)
+    yield Bench(tiny_folder, engines, lambda: engine_pids(engines))
+    engines.stop()
+
+
 @pytest.mark.slow
 @starts_ray
-def test_a_killed_engine_is_done_without_and_its_prompts_answered(callers, tiny_folder, order):
-    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
-    alone = make_engine(tiny_folder)
-    load([alone, *callers], seed=1)
-
-    order.touch()
-    rollout = sample(callers[1], make_prompts(), sampling)
-
-    assert not order.exists()
-    assert_same_rollout(rollout, sample(alone, make_prompts(), sampling))
-    load([alone, *callers], seed=2)  # also into the one that has come in its place
-    assert_same_rollout(sample(callers[1], make_prompts(), sampling), sample(alone, make_prompts(), sampling))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_replicas_do_what_every_engine_does(bench, check):
+    if "hung" in check.__name__:
+        bench.engine.grace = 1.0
+    check(bench)
 
 
 @pytest.mark.slow

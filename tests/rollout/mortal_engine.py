@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.callbacks.placement import Beside
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.process import ProcessEngine
-from verl_lightning.rollout.vllm_config import VLLMConfig
-from verl_lightning.rollout.worker import Worker
+from verl_lightning.rollout.stepping import Recipe
+from verl_lightning.rollout.worker import Worker, decode
 
 
 class MortalWorker(Worker):
@@ -29,13 +30,13 @@ class MortalWorker(Worker):
 
     Args:
         connection: To the trainer.
-        rollout: Whose engine it runs, and who knows the events.
+        placement: Placement that knows the events.
         folder: Where they are counted, over all engines that took the place of one another.
     """
 
-    def __init__(self, connection: Connection, rollout: MortalRollout, folder: Path) -> None:
+    def __init__(self, connection: Connection, placement: MortalBeside, folder: Path) -> None:
         super().__init__(connection)
-        self.rollout = rollout
+        self.placement = placement
         self.folder = folder
 
     def meet(self, event: str) -> None:
@@ -43,7 +44,7 @@ class MortalWorker(Worker):
         with (self.folder / event).open("a") as counter:
             number = counter.tell()
             counter.write("x")
-        if f"{event} {number}" in self.rollout.deaths:
+        if f"{event} {number}" in self.placement.deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _serve(self, do: str, message: dict[str, Any]) -> None:
@@ -67,9 +68,9 @@ class MortalWorker(Worker):
             self.meet("weight")
             yield weight
 
-    def _make_engine(self, config: VLLMConfig) -> Any:
-        model = ModelConfig(path=config.path)
-        return self.rollout.engine_class(model, eos_token_ids=config.eos_token_ids, pad_token_id=config.pad_token_id)
+    def _make_engine(self, recipe: Recipe) -> HFEngine:
+        options = recipe.options | {"config": decode(ModelConfig, recipe.options["config"])}
+        return self.placement.engine_class(**options)
 
 
 class Fork(SupervisedProcess):
@@ -98,23 +99,23 @@ class Fork(SupervisedProcess):
 class MortalEngine(ProcessEngine):
     """A `ProcessEngine` whose process is a `MortalWorker`."""
 
-    rollout: MortalRollout
+    placement: MortalBeside
     folder: Path
 
     def _spawn(self, connection: Connection) -> SupervisedProcess:
-        return Fork(MortalWorker(connection, self.rollout, self.folder), self._open)
+        return Fork(MortalWorker(connection, self.placement, self.folder), self._open)
 
 
-class MortalRollout(VLLMRollout):
-    """Samples with an engine that dies at some events, and needs no vLLM."""
+@dataclass(frozen=True, kw_only=True)
+class MortalBeside(Beside):
+    """Runs engines that die at some events."""
 
-    deaths: frozenset[str] = frozenset()
-    engine_class: type[HFEngine] = HFEngine
     folder: Path
+    deaths: Collection[str] = ()
+    engine_class: type[HFEngine] = HFEngine
 
-    def make_engine(self, module: Any) -> Any:
-        made = super().make_engine(module)
-        engine = MortalEngine(made.config)
-        engine.rollout, engine.folder = self, self.folder / f"rank {module.trainer.global_rank}"
-        engine.folder.mkdir(parents=True)
-        return engine
+    def place(self, engine: HFEngine, module: Any) -> MortalEngine:
+        placed = MortalEngine(engine.recipe())
+        placed.placement, placed.folder = self, self.folder / f"rank {module.trainer.global_rank}"
+        placed.folder.mkdir(parents=True)
+        return placed

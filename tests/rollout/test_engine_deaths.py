@@ -6,12 +6,11 @@ import pytest
 from lightning.pytorch import seed_everything
 
 from tests.processes import on_ranks
-from tests.rollout.mortal_engine import MortalRollout
+from tests.rollout.mortal_engine import MortalBeside
 from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
-from verl_lightning.callbacks import vllm_rollout
+from verl_lightning.callbacks import HFRollout
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.vllm_config import BesideConfig
 from verl_lightning.strategies import STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the engine's process:UserWarning")
@@ -39,23 +38,16 @@ def fit(folder, model, prompts, deaths=(), limit=9, **options):
     """The metrics of a run's steps, whose engines die at some events."""
     seed_everything(0, verbose=False)
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    rollout = MortalRollout(sampling, sampling, beside=BesideConfig(max_restarts=limit))
-    rollout.deaths, rollout.folder = frozenset(deaths), folder
+    placement = MortalBeside(folder=folder, deaths=deaths, max_restarts=limit)
+    rollout = HFRollout(sampling, sampling, placement=placement)
     recorder = Recorder()
     make_trainer(folder, rollout, recorder, **options).fit(make_ppo(model), make_prompt_data(prompts))
     return {name: recorder.column(name) for name in METRICS}
 
 
-@pytest.fixture(autouse=True)
-def _without_vllm(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "check_vllm", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tiny_folder, prompt_file):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_rollout, "check_vllm", lambda: None)
-        return fit(tmp_path_factory.mktemp("undisturbed"), tiny_folder, prompt_file)
+    return fit(tmp_path_factory.mktemp("undisturbed"), tiny_folder, prompt_file)
 
 
 @pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
@@ -69,12 +61,11 @@ def test_a_run_goes_on_exactly(tmp_path, tiny_folder, prompt_file, undisturbed, 
 
 
 def test_a_run_ends_when_engines_die_more_often_than_they_may(tmp_path, tiny_folder, prompt_file):
-    with pytest.raises(RuntimeError, match=r"engines died 3 times, but `rollout.beside.max_restarts` is 2"):
+    with pytest.raises(RuntimeError, match=r"engines died 3 times, but `rollout.placement.max_restarts` is 2"):
         fit(tmp_path, tiny_folder, prompt_file, ["start 0", "start 1", "start 2"], limit=2)
 
 
 def fit_rank(folder, model, prompts, deaths):
-    vllm_rollout.check_vllm = lambda: None
     return fit(folder, model, prompts, deaths, limit=100, strategy=STRATEGIES["fsdp"](), devices=2)
 
 

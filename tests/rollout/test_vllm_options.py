@@ -12,17 +12,12 @@ from lightning.pytorch import Trainer
 
 from tests.runs import make_ppo, make_prompts, make_trainer
 from verl_lightning.callbacks import HFRollout, RayRollout, VLLMRollout
-from verl_lightning.callbacks.vllm_rollout import (
-    check_visible,
-    engine_dtype,
-    engine_gpu,
-    log_probs_mode,
-    trainer_gpu,
-)
+from verl_lightning.callbacks.placement import Beside, RayActors, check_visible, trainer_gpu
+from verl_lightning.callbacks.vllm_rollout import log_probs_mode
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.rollout.vllm import launcher
-from verl_lightning.rollout.vllm_config import BesideConfig, SpeculationConfig
+from verl_lightning.rollout.vllm_config import SpeculationConfig
 
 
 class Silence(Environment):
@@ -41,10 +36,10 @@ class Silence(Environment):
         ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
         (
             {"max_staleness": 1},
-            r"`rollout.max_staleness: 1` needs engines in processes of their own",
+            r"`rollout.max_staleness: 1` needs engines of their own GPUs: set `rollout.placement`",
         ),
         ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
-        ({"tensor_parallel_size": 2, "beside": BesideConfig()}, r"Set it to 1, or take `beside` out; got 2"),
+        ({"tensor_parallel_size": 2, "placement": Beside()}, r"Set it to 1, or take `placement` out; got 2"),
         (
             {"turns": TurnsConfig(environment=Silence()), "tensor_parallel_size": 2},
             r"`rollout.turns` needs an engine",
@@ -81,7 +76,8 @@ def test_log_probs_are_over_the_whole_vocabulary(sampling, mode):
     ],
 )
 def test_the_engine_computes_in_the_type_of_the_trainer(precision, weights, dtype):
-    assert engine_dtype(precision, weights) == dtype
+    module = SimpleNamespace(trainer=SimpleNamespace(precision=precision), policy_config=SimpleNamespace(dtype=weights))
+    assert HFRollout().engine_dtype(module) == dtype
 
 
 @pytest.mark.parametrize(
@@ -109,8 +105,8 @@ def test_a_single_process_on_another_gpu_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BesideConfig(gpus=[1, 1]), r"`gpus` must name a GPU of its own for each local rank, got \[1, 1\]"),
-        (lambda: BesideConfig(max_restarts=-1), "`max_restarts` must not be negative, got -1"),
+        (lambda: Beside(gpus=[1, 1]), r"`gpus` must name a GPU of its own for each local rank, got \[1, 1\]"),
+        (lambda: Beside(max_restarts=-1), "`max_restarts` must not be negative, got -1"),
         (lambda: Guide(), r"must set one of `regex`, `choice`, `json` and `grammar`, got none"),
         (lambda: Guide(json="{"), "`guide.json` must be a schema written in JSON, which it is not: Expecting"),
         (lambda: Guide(regex="a", json="{}"), r"`grammar`, got \['regex', 'json'\]"),
@@ -123,11 +119,11 @@ def test_bad_values_of_vllm_options_are_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("beside", [None, BesideConfig()])
-def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folder, prompt_file, monkeypatch, beside):
+@pytest.mark.parametrize("placement", [None, Beside()])
+def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folder, prompt_file, monkeypatch, placement):
     monkeypatch.setattr("verl_lightning.callbacks.vllm_rollout.check_vllm", lambda: None)
     samplings = SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7)
-    rollout = VLLMRollout(*samplings, beside=beside, speculation=SpeculationConfig())
+    rollout = VLLMRollout(*samplings, placement=placement, speculation=SpeculationConfig())
     module = make_ppo(tiny_folder)
 
     with pytest.raises(ValueError, match="`rollout.speculation` on a CPU can decode greedily alone"):
@@ -136,7 +132,7 @@ def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folde
 
 
 def test_overlap_needs_a_correction(tmp_path, tiny_folder, prompt_file):
-    trainer = make_trainer(tmp_path, VLLMRollout(beside=BesideConfig(), max_staleness=1))
+    trainer = make_trainer(tmp_path, VLLMRollout(placement=Beside(), max_staleness=1))
 
     with pytest.raises(MisconfigurationException, match=r"policy of one step before, but nothing corrects for that"):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
@@ -152,8 +148,8 @@ def test_an_engine_is_shared_by_equal_numbers_of_processes(tmp_path, tiny_folder
 def test_engines_beside_the_trainer_have_the_gpu_of_their_rank():
     trainer = Trainer(accelerator="cpu", logger=False)
 
-    assert engine_gpu(BesideConfig(gpus=[3]), trainer) == 3
-    assert engine_gpu(BesideConfig(), trainer) is None
+    assert Beside(gpus=[3]).gpu(trainer) == 3
+    assert Beside().gpu(trainer) is None
     assert trainer_gpu(trainer) is None
 
 
@@ -165,9 +161,22 @@ def test_an_engine_is_given_a_gpu_that_is_there():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-@pytest.mark.parametrize("beside", [None, BesideConfig()])
-def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_file, beside):
-    trainer = make_trainer(tmp_path, VLLMRollout(beside=beside))
+@pytest.mark.parametrize("placement", [None, Beside()])
+def test_a_run_without_vllm_names_what_to_install(tmp_path, tiny_folder, prompt_file, placement):
+    trainer = make_trainer(tmp_path, VLLMRollout(placement=placement))
 
     with pytest.raises(MisconfigurationException, match=r"needs vLLM.*No module named 'vllm'.*HFRollout"):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+
+def test_beside_is_an_old_name_of_a_placement():
+    with pytest.warns(FutureWarning, match="`rollout.beside` is `rollout.placement: Beside`"):
+        assert VLLMRollout(beside=Beside(gpus=[3])).placement == Beside(gpus=[3])
+    with pytest.raises(ValueError, match="`rollout.beside` and `rollout.placement` are one option"):
+        VLLMRollout(beside=Beside(), placement=Beside())
+
+
+def test_engines_are_placed_once():
+    with pytest.raises(ValueError, match="`rollout.rollout.placement` and `RayRollout` both place engines"):
+        RayRollout(VLLMRollout(placement=RayActors()))
+    assert RayRollout(VLLMRollout(canary_limit=1e-9))._canary._limit == 1e-9

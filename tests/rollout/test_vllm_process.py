@@ -12,14 +12,14 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.asking import sample
-from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
+from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import VLLMRollout
+from verl_lightning.callbacks.placement import Beside
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.process import EngineDiedError, ProcessEngine
-from verl_lightning.rollout.vllm_config import BesideConfig
 
 pytestmark = [
     pytest.mark.backend,
@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
     return write_sharp_folder(tmp_path_factory.mktemp("sharp"))
 
 
-def start_engine(folder, **options):
+def start_engine(folder, *, grace=60.0, **changes):
     """An engine in a process of its own, with the folder's weights."""
-    engine = ProcessEngine(make_vllm_config(folder), **options)
+    engine = ProcessEngine(make_vllm_engine(folder, **changes).recipe(), grace=grace)
     engine.start(torch.device("cpu"))
     engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)), 1)
     return engine
@@ -58,7 +58,7 @@ def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):
     """Metrics of each step of a short run whose engine is killed at some."""
     seed_everything(0, verbose=False)
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    rollout = Killer(sampling, sampling, enforce_eager=True, beside=BesideConfig(**changes))
+    rollout = Killer(sampling, sampling, enforce_eager=True, placement=Beside(**changes))
     rollout.steps = steps
     recorder = Recorder()
     trainer = make_trainer(tmp_path, rollout, recorder)
@@ -84,9 +84,8 @@ def test_a_process_answers_and_refuses_as_the_engine_does_and_may_be_killed(fold
 
 
 def test_a_stuck_engine_is_killed_and_its_request_named(folder):
-    engine = start_engine(folder, grace=20.0)
-    engine.config = make_vllm_config(folder, deadline=1.0)
-    engine.grace = 1.0
+    engine = start_engine(folder)
+    engine.recipe, engine.grace = make_vllm_engine(folder, deadline=1.0).recipe(), 1.0
     os.kill(engine.pid, signal.SIGSTOP)
 
     with pytest.raises(TimeoutError, match=r"3 responses .* = 1 s; the first is that to prompt 0, sample 0"):
@@ -106,14 +105,14 @@ def test_a_run_goes_on_exactly_when_its_engine_is_killed(tmp_path, folder, promp
 
 
 def test_a_run_stops_when_engines_keep_dying(tmp_path, folder, prompt_file):
-    with pytest.raises(RuntimeError, match=r"engines died 1 times, but `rollout.beside.max_restarts` is 0"):
+    with pytest.raises(RuntimeError, match=r"engines died 1 times, but `rollout.placement.max_restarts` is 0"):
         run_beside(tmp_path, folder, prompt_file, steps=(0,), max_restarts=0)
 
 
 def test_overlapped_responses_are_one_step_old_and_corrected(tmp_path, folder, prompt_file):
     seed_everything(0, verbose=False)
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    rollout = VLLMRollout(sampling, sampling, enforce_eager=True, beside=BesideConfig(), max_staleness=1)
+    rollout = VLLMRollout(sampling, sampling, enforce_eager=True, placement=Beside(), max_staleness=1)
     recorder = Recorder()
     module = make_ppo(folder, actor=make_model_config(folder, lr=1e-2), corrections=[TruncatedImportanceSampling()])
 

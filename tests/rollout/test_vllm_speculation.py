@@ -14,9 +14,9 @@ from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_config, weights_of, write_sharp_folder
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.vllm import VLLMEngine
-from verl_lightning.rollout.vllm_config import SpeculationConfig, SpeculationMethod
+from verl_lightning.rollout.vllm_config import SpeculationConfig, SpeculationMethod, VLLMConfig
 from verl_lightning.rollout.vllm_sampling import check_speculation
-from verl_lightning.rollout.worker import decode_config
+from verl_lightning.rollout.worker import decode
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_engine_in_another_process_gets_the_same_options(tmp_path):
         tmp_path, guides=guides, speculation=SpeculationConfig(method="draft_model", path="/draft")
     )
 
-    assert decode_config(dataclasses.asdict(config)) == config
+    assert decode(VLLMConfig, dataclasses.asdict(config)) == config
 
 
 def test_sampling_with_speculation_is_refused_on_cpus():

@@ -37,7 +37,7 @@ def test_the_fastest_possible_way_is_taken(trainer, engine, transfer):
 
 @pytest.mark.parametrize(("wanted", "trainer", "engine"), [("nccl", 1, 1), ("ipc", 0, 1), ("nccl", None, 0)])
 def test_a_way_that_does_not_lead_there_is_refused(wanted, trainer, engine):
-    with pytest.raises(MisconfigurationException, match=rf"`rollout.beside.transfer: {wanted}` can't send weights"):
+    with pytest.raises(MisconfigurationException, match=rf"`rollout.placement.transfer: {wanted}` can't send weights"):
         choose_transfer(wanted, trainer_gpu=trainer, engine_gpu=engine)
 
 

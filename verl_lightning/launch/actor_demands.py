@@ -49,14 +49,15 @@ def grace_of(words: Sequence[str]) -> float:
 
 
 def _engines(settings: Mapping[str, Any]) -> Iterator[Demand]:
-    name = settings.get("rollout.class_path")
-    if not isinstance(name, str) or name.rpartition(".")[2] != "RayRollout":
-        return
-    count = settings.get("rollout.num_replicas", REPLICA.count)
-    cpus = settings.get("rollout.cpus_per_replica", REPLICA.cpus)
-    gpus = settings.get("rollout.gpus_per_replica", REPLICA.gpus)
-    if _are_amounts(count, cpus, gpus):
-        yield Demand(option=REPLICA.option, count=count, cpus=float(cpus), gpus=float(gpus))
+    for group, kind in (("rollout", "RayRollout"), ("rollout.placement", "RayActors")):
+        name = settings.get(f"{group}.class_path")
+        if not isinstance(name, str) or name.rpartition(".")[2] != kind:
+            continue
+        count = settings.get(f"{group}.num_replicas", REPLICA.count)
+        cpus = settings.get(f"{group}.cpus_per_replica", REPLICA.cpus)
+        gpus = settings.get(f"{group}.gpus_per_replica", REPLICA.gpus)
+        if _are_amounts(count, cpus, gpus):
+            yield Demand(option=REPLICA.option, count=count, cpus=float(cpus), gpus=float(gpus))
 
 
 def _reward_workers(settings: Mapping[str, Any], num_workers: int) -> Iterator[Demand]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +121,23 @@ def take_answer(reference: Any) -> Any:
     """
     import ray
 
-    try:
+    with own_errors():
         return ray.get(reference)
+
+
+async def await_answer(reference: Any) -> Any:
+    """Returns an actor's answer in an event loop; raises what `take_answer` raises."""
+    with own_errors():
+        return await asyncio.wrap_future(reference.future())
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raises an actor's own error as itself, and its death as `ActorsLostError`."""
+    import ray
+
+    try:
+        yield
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayActorError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_lightning.options import Options
+from verl_lightning.rollout.weight_sums import WeightSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,9 @@ class Engine(Protocol):
 
     def drop_caches(self) -> None:
         """Forget what was kept of prompts so far."""
+
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that the engine holds, to be compared with those that it was sent."""
 
     def stop(self) -> None:
         """Give back all memory and end all processes."""

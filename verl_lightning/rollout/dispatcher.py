@@ -12,6 +12,7 @@ from verl_lightning.ray.actors import RuntimeEnvironment
 from verl_lightning.rollout.base import Completion, Engine, Request
 from verl_lightning.rollout.completions import answer, version_message
 from verl_lightning.rollout.stored_weights import read_weights
+from verl_lightning.rollout.weight_sums import WeightSums
 
 _MAX_PARTS = 8  # that a replica holds at once: it samples them together
 
@@ -60,6 +61,10 @@ class EngineActor:
         """Forgets what was kept of prompts so far."""
         self._engine.drop_caches()
 
+    def weight_sums(self) -> WeightSums:
+        """Sums the weights that the engine holds."""
+        return self._engine.weight_sums()
+
 
 class Dispatcher:
     """Shares out the requests of all training processes among the replicas of an engine.
@@ -92,6 +97,11 @@ class Dispatcher:
     async def drop_caches(self) -> None:
         """Has all replicas forget what they kept of prompts."""
         await self._pool.tell_all(lambda replica: replica.drop_caches.remote())
+
+    async def weight_sums(self) -> WeightSums:
+        """Sums the weights of a replica."""
+        sums: WeightSums = await self._pool.ask(1.0, lambda replica: replica.weight_sums.remote())
+        return sums
 
     async def generate(self, version: int, requests: Sequence[Request]) -> list[Completion]:
         """Samples a part of one caller's responses.

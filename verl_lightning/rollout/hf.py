@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable
 from typing import cast
@@ -15,7 +16,8 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import load_backbone
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.running_batch import Row, RunningBatch
-from verl_lightning.rollout.stepping import SteppingEngine
+from verl_lightning.rollout.stepping import Recipe, SteppingEngine
+from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
 
 
 class HFEngine(SteppingEngine):
@@ -30,16 +32,24 @@ class HFEngine(SteppingEngine):
         eos_token_ids: Tokens that end a response.
         pad_token_id: Token that fills the padding of shorter sequences.
         batch_size: Most sequences sampled at once.
+        deadline: Most seconds from a request to its completion, where the engine is in another process.
     """
 
     def __init__(
-        self, config: ModelConfig, *, eos_token_ids: list[int], pad_token_id: int, batch_size: int = 1024
+        self,
+        config: ModelConfig,
+        *,
+        eos_token_ids: list[int],
+        pad_token_id: int,
+        batch_size: int = 1024,
+        deadline: float = 1800.0,
     ) -> None:
         super().__init__()
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
+        self.deadline = deadline
         self._model: PreTrainedModel | None = None
         self._version = 0
         self._waiting: deque[Row] = deque()
@@ -49,6 +59,16 @@ class HFEngine(SteppingEngine):
         """Load the model that will answer."""
         model: torch.nn.Module = load_backbone(self.config, AutoModelForCausalLM)
         self._model = cast(PreTrainedModel, model.to(device).eval().requires_grad_(False))
+
+    def recipe(self) -> Recipe:
+        """Tell another process how to make such an engine."""
+        options = {
+            "config": dataclasses.asdict(self.config),
+            "eos_token_ids": self.eos_token_ids,
+            "pad_token_id": self.pad_token_id,
+            "batch_size": self.batch_size,
+        }
+        return Recipe(kind="hf", options=options, deadline=self.deadline)
 
     @property
     def weight_bytes(self) -> int:
@@ -86,7 +106,7 @@ class HFEngine(SteppingEngine):
         """Let a request wait for its place; see `SteppingEngine.add`."""
         assert self._running
         if request.sampling.stop or request.sampling.guide is not None:
-            raise InternalValueError("`HFEngine` knows neither `stop` nor `guide`, but a request has one.")
+            raise ValueError("`stop` and `guide` need vLLM, but a request to `HFEngine` has one.")
         self._waiting.append(Row(key, request))
 
     @torch.no_grad()
@@ -124,6 +144,10 @@ class HFEngine(SteppingEngine):
         """Give up all requests."""
         self._waiting.clear()
         self._batch = None
+
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that the engine holds."""
+        return weight_sums(self._running.named_parameters())
 
     def drop_caches(self) -> None:
         """Does nothing: no prompt's cache outlives its responses."""

@@ -1,4 +1,4 @@
-"""The vLLM engine in a process of its own, beside the trainer: on other GPUs, and replaceable when it dies."""
+"""An engine in a process of its own, beside the trainer: on other GPUs, and replaceable when it dies."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ from verl_lightning.faults import RunError
 from verl_lightning.processes import loopback
 from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rollout.base import Completion, Request
-from verl_lightning.rollout.vllm import late_message
-from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.stepping import GRACE, Recipe, late_message
+from verl_lightning.rollout.weight_sums import WeightSums
 from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
-
-GRACE = 60.0
-"""Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
 
 STOP_SECONDS = 10.0
 """Seconds that an engine may take to end by itself."""
@@ -60,28 +57,28 @@ class Asked(NamedTuple):
 
 
 class ProcessEngine:
-    """A `VLLMEngine` in a child process, spoken to in JSON and safetensors through a pipe.
+    """An engine in a child process, spoken to in JSON and safetensors through a pipe.
 
     Weights go through the host's memory, or from GPU to GPU. The child ends with its parent.
 
     Args:
-        config: Settings of the engine.
+        recipe: Engine that the process makes.
         gpu: Index of its GPU among those that this process sees; None on CPUs.
-        start_timeout: Seconds that importing vLLM and making it ready may take.
+        start_timeout: Seconds that imports and making the engine ready may take.
         grace: Seconds beyond the deadline after which a silent engine is killed.
         transfer: Route of the weights to the engine.
     """
 
     def __init__(
         self,
-        config: VLLMConfig,
+        recipe: Recipe,
         *,
         gpu: int | None = None,
         start_timeout: float = 1800.0,
         grace: float = GRACE,
         transfer: Transfer = "host",
     ) -> None:
-        self.config = config
+        self.recipe = recipe
         self.gpu = gpu
         self.start_timeout = start_timeout
         self.grace = grace
@@ -97,7 +94,7 @@ class ProcessEngine:
         """Id of the engine's process, once it has started; 0 before."""
 
     def start(self, device: torch.device) -> None:
-        """Start a process in which vLLM has random weights, in place of one that died; does nothing if it runs.
+        """Start a process in which the engine has no weights yet, in place of one that died; does nothing if it runs.
 
         Args:
             device: Device of the trainer, which the engine leaves alone.
@@ -115,7 +112,7 @@ class ProcessEngine:
         self._process = self._spawn(theirs)
         theirs.close()
         with self._watch(self.start_timeout):
-            answer = self._ask("start", config=dataclasses.asdict(self.config), on_gpu=self.gpu is not None)
+            answer = self._ask("start", recipe=dataclasses.asdict(self.recipe), on_gpu=self.gpu is not None)
             self.pid = answer["pid"]
             if self.transfer != "host":
                 self._meet(GPUSender(self.transfer, device))
@@ -145,7 +142,7 @@ class ProcessEngine:
         """
         weights = iter(weights)
         try:
-            with self._watch(self.config.deadline + self.grace):
+            with self._watch(self.recipe.deadline + self.grace):
                 if self._sender is None:
                     self._send_through_host(weights, version)
                 else:
@@ -178,18 +175,24 @@ class ProcessEngine:
                 raise
             raise RunError(
                 f"{error} It died while weights were on their way, and this process' GPU now waits for it forever."
-                " Go on from the last checkpoint, or set `rollout.beside.transfer: host`."
+                " Go on from the last checkpoint, or set `rollout.placement.transfer: host`."
             ) from error
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Have the engine read the policy's adapter from a PEFT folder."""
-        with self._watch(self.config.deadline + self.grace):
+        with self._watch(self.recipe.deadline + self.grace):
             self._ask("load_adapter", folder=str(folder), version=version)
 
     def drop_caches(self) -> None:
         """Forget the key-value cache of every prompt."""
-        with self._watch(self.config.deadline + self.grace):
+        with self._watch(self.recipe.deadline + self.grace):
             self._ask("drop_caches")
+
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that the engine holds."""
+        with self._watch(self.recipe.deadline + self.grace):
+            sums: WeightSums = self._ask("weight_sums")["sums"]
+        return sums
 
     def sleep(self) -> None:
         """Does nothing: the engine's memory is its own."""
@@ -220,7 +223,7 @@ class ProcessEngine:
     def _flush(self) -> None:
         """Send the requests that were asked since the last turn of the event loop."""
         requests, self._outbox = self._outbox, {}
-        patience = self.config.deadline + self.grace
+        patience = self.recipe.deadline + self.grace
         asyncio.get_running_loop().call_later(patience, self._give_up_on, requests.keys())
         try:
             self._send({"do": "generate", "requests": [[key, encode_request(each)] for key, each in requests.items()]})
@@ -243,7 +246,7 @@ class ProcessEngine:
         """Kill an engine that has not even said that these requests are late."""
         if late := [self._asked[key].name for key in keys if key in self._asked]:
             self.kill()
-            self._fail(TimeoutError(late_message(late, self.config.deadline)))
+            self._fail(TimeoutError(late_message(late, self.recipe.deadline)))
 
     def _fail(self, error: Exception, keys: Iterable[int] | None = None) -> None:
         """Raise an error for some of those who wait, or for all."""

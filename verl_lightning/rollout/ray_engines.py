@@ -15,15 +15,18 @@ from torch import Tensor
 from verl_lightning.ray.actors import (
     RuntimeEnvironment,
     await_actors,
+    await_answer,
     on_this_node,
     start_actors,
     stop_actors,
     take_answer,
 )
 from verl_lightning.ray.cluster import Demand, connect_like
-from verl_lightning.rollout.base import Completion, Engine, Request
+from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor
+from verl_lightning.rollout.stepping import GRACE, SteppingEngine, late_message
 from verl_lightning.rollout.stored_weights import store_weights
+from verl_lightning.rollout.weight_sums import WeightSums
 
 _NAMESPACE = "verl_lightning"
 _MAX_PART = 64  # requests of a part: a late one keeps few others waiting
@@ -52,12 +55,17 @@ class RayEngines:
         engine: Engine that each replica runs; not started.
         demand: The number of replicas, and the resources of each.
         caller: This process among those that share the replicas.
+        grace: Seconds beyond the engine's deadline after which one that says nothing counts as stuck.
     """
 
-    def __init__(self, engine: Engine, demand: Demand, *, caller: Caller = Caller()) -> None:
+    def __init__(
+        self, engine: SteppingEngine, demand: Demand, *, caller: Caller = Caller(), grace: float = GRACE
+    ) -> None:
         self.engine = engine
         self.demand = demand
         self.caller = caller
+        self.deadline = engine.recipe().deadline
+        self.grace = grace
         self._actors: list[Any] = []  # only the first process has them
         self._dispatcher: Any = None
         self._weights: list[Any] = []  # Ray keeps them as long as these references
@@ -136,19 +144,33 @@ class RayEngines:
     async def _ask(self, part: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         """Have the dispatcher answer some requests, and tell those who wait."""
         question = self._dispatcher.generate.remote(self._version, [request for request, _ in part])
-        answers = asyncio.ensure_future(asyncio.to_thread(take_answer, question))
-        await asyncio.wait([answers])
+        answers = asyncio.ensure_future(await_answer(question))
+        await asyncio.wait([answers], timeout=self.deadline + self.grace)
+        error: BaseException | None
+        if answers.done():
+            error = answers.exception()
+        else:
+            answers.cancel()
+            error = TimeoutError(late_message([request.name for request, _ in part], self.deadline))
         for place, (_, answer) in enumerate(part):
-            if not answer.done():
-                if error := answers.exception():
-                    answer.set_exception(error)
-                else:
-                    answer.set_result(answers.result()[place])
+            if answer.done():  # nobody waits any more
+                continue
+            if error is None:
+                answer.set_result(answers.result()[place])
+            else:
+                answer.set_exception(error)
 
     def drop_caches(self) -> None:
         """Have all replicas forget what they kept of prompts; on the first process."""
         if self.caller.rank == 0:
             take_answer(self._dispatcher.drop_caches.remote())
+
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that one of the replicas holds; on the other processes than the first, none."""
+        if self.caller.rank != 0:
+            return {}
+        sums: WeightSums = take_answer(self._dispatcher.weight_sums.remote())
+        return sums
 
     def stop(self) -> None:
         """End the replicas, by the process that started them; may be called twice."""

@@ -5,8 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from verl_lightning.rollout.base import Completion, Request
+from verl_lightning.rollout.weight_sums import WeightSums
+
+GRACE = 60.0
+"""Seconds beyond its deadline that an engine gets to say that it is late, before it counts as stuck."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How another process makes an engine, in values as JSON has them."""
+
+    kind: Literal["hf", "vllm"]
+    """Class of the engine."""
+
+    options: dict[str, Any]
+    """Arguments of the engine, dataclasses as dictionaries."""
+
+    deadline: float
+    """Most seconds from a request to its completion."""
 
 
 class SteppingEngine(ABC):
@@ -21,6 +45,30 @@ class SteppingEngine(ABC):
         self._keys = itertools.count()
         self._answers: dict[int, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def start(self, device: torch.device) -> None:
+        """Take memory and load what never changes."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the policy's weights, see `Engine.load_weights`."""
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget what was kept of prompts so far."""
+
+    @abstractmethod
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that the engine holds."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Give back all memory and end all processes."""
+
+    @abstractmethod
+    def recipe(self) -> Recipe:
+        """Tell another process how to make such an engine."""
 
     @abstractmethod
     def add(self, key: int, request: Request) -> None:
@@ -76,3 +124,17 @@ class SteppingEngine(ABC):
             if error is not None and not answer.done():
                 answer.set_exception(error)
         self.abort()
+
+
+def late_message(names: Sequence[str], deadline: float) -> str:
+    """Say that responses were not finished in time.
+
+    Args:
+        names: The user's names for them, in the order in which they were asked.
+        deadline: Most seconds that they may take.
+    """
+    return (
+        f"{len(names)} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is that to"
+        f" {names[0]} of this rank's batch. Sample shorter or fewer responses, give the engine more memory, or raise"
+        " the deadline."
+    )

@@ -5,6 +5,7 @@ One engine a process, or one that some processes share by tensor parallelism.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import math
@@ -27,10 +28,11 @@ from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.processes import loopback
 from verl_lightning.rollout.base import Completion, Request
-from verl_lightning.rollout.stepping import SteppingEngine
+from verl_lightning.rollout.stepping import Recipe, SteppingEngine, late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.vllm_sampling import check_guide, check_speculation, sampling_options
 from verl_lightning.rollout.watchdog import end_if_stuck
+from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
 
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
@@ -72,6 +74,11 @@ class VLLMEngine(SteppingEngine):
         self._device = torch.device("cpu")
         self._owns_process_group = False
         self._is_asleep = False
+
+    def recipe(self) -> Recipe:
+        """Tell another process how to make such an engine."""
+        options = {"config": dataclasses.asdict(self.config)}
+        return Recipe(kind="vllm", options=options, deadline=self.config.deadline)
 
     def start(self, device: torch.device) -> None:
         """Start vLLM in this process with random weights; the global random streams stay as they were. Collective.
@@ -168,6 +175,13 @@ class VLLMEngine(SteppingEngine):
         """
         if not self._running.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, since requests are still running. Wait for them first.")
+
+    def weight_sums(self) -> WeightSums:
+        """Sum the weights that the engine holds in this process; of one that is shared, none."""
+        if self.config.tensor_parallel_size > 1:
+            return {}
+        [sums] = self._running.apply_model(lambda model: weight_sums(model.named_parameters()))
+        return dict(sums)
 
     def sleep(self) -> None:
         """Give weights and cache back to the device until they are loaded next; does nothing on a CPU."""
@@ -333,20 +347,6 @@ def gather_requests(own: Sequence[Request]) -> tuple[list[Request], slice]:
     dist.all_gather_object(parts, own, group=group.cpu_group)
     before = sum(len(part) for part in parts[: group.rank_in_group])
     return [request for part in parts for request in part], slice(before, before + len(own))
-
-
-def late_message(names: Sequence[str], deadline: float) -> str:
-    """Say that responses were not finished in time.
-
-    Args:
-        names: The user's names for them, in the order in which they were asked.
-        deadline: Most seconds that they may take.
-    """
-    return (
-        f"{len(names)} responses were not finished after `rollout.deadline` = {deadline:g} s; the first is that to"
-        f" {names[0]} of this rank's batch. Sample shorter or fewer responses, give the engine more memory, or raise"
-        " the deadline."
-    )
 
 
 def import_vllm() -> Any:

@@ -112,25 +112,3 @@ class VLLMConfig:
 
     transfer: Transfer = "host"
     """Route of the weights from another process; ``host`` takes them from `VLLMEngine.load_weights`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BesideConfig:
-    """Engines in processes of their own, one for each training process."""
-
-    gpus: list[int] = field(default_factory=list)
-    """GPU of each local rank's engine, as an index among those that the trainer sees; empty runs engines on the CPU. An
-    engine on its trainer's own GPU never sleeps."""
-
-    transfer: Transfer | Literal["auto"] = "auto"
-    """Route of weights to the engines: ``nccl`` from GPU to GPU, ``ipc`` within a GPU that trainer and engine share,
-    ``host`` through the host's memory; ``auto`` is the first that can."""
-
-    max_restarts: int = 3
-    """Most replacements of dead engines in a run before it stops."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.gpus)) < len(self.gpus) or any(gpu < 0 for gpu in self.gpus):
-            raise ValueError(f"`gpus` must name a GPU of its own for each local rank, got {self.gpus}.")
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts` must not be negative, got {self.max_restarts}.")

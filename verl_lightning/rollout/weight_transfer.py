@@ -40,7 +40,7 @@ def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | No
         return possible[0]
     if wanted not in possible:
         raise MisconfigurationException(
-            f"`rollout.beside.transfer: {wanted}` can't send weights from {place(trainer_gpu)} to"
+            f"`rollout.placement.transfer: {wanted}` can't send weights from {place(trainer_gpu)} to"
             f" {place(engine_gpu)}: `nccl` needs two GPUs, `ipc` one that both share. Set it to one of"
             f" {['auto', *possible]}."
         )

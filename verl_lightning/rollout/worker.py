@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -10,17 +11,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import safetensors.torch
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.rollout.base import Completion, Guide, Request, SamplingConfig
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.stepping import Recipe, SteppingEngine
 from verl_lightning.rollout.vllm import VLLMEngine
-from verl_lightning.rollout.vllm_config import SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.weight_transfer import decode_handles
+
+T = TypeVar("T")
 
 ENGINE_ERRORS = (
     MisconfigurationException,
@@ -43,7 +49,7 @@ class Worker:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._engine: VLLMEngine | None = None
+        self._engine: SteppingEngine | None = None
         self._unfinished: set[int] = set()
 
     def run(self) -> None:
@@ -63,6 +69,8 @@ class Worker:
             for key, request in message["requests"]:
                 self._unfinished.add(key)
                 self._try([key], functools.partial(self._add, key, request))
+        elif do == "weight_sums":
+            self._try([], lambda: self._answer({"sums": self._running.weight_sums()}))
         elif self._try([], lambda: self._do(do, message)):
             self._answer({"done": do, "pid": os.getpid()})
 
@@ -100,25 +108,29 @@ class Worker:
 
     def _do(self, do: str, message: dict[str, Any]) -> None:
         if do == "start":
-            self._engine = self._make_engine(decode_config(message["config"]))
+            self._engine = self._make_engine(Recipe(**message["recipe"]))
             self._engine.start(torch.device("cuda", 0) if message["on_gpu"] else torch.device("cpu"))
         elif do == "load_weights":
             self._load_weights(message["version"])
         elif do == "join_trainer":
-            self._running.join_trainer(message["invitation"])
+            self._vllm.join_trainer(message["invitation"])
         elif do == "start_weights":
-            self._running.start_weights()
+            self._vllm.start_weights()
         elif do == "receive_weights":
-            self._running.receive_weights(decode_info(message["info"]))
+            self._vllm.receive_weights(decode_info(message["info"]))
         elif do == "finish_weights":
-            self._running.finish_weights(message["version"])
+            self._vllm.finish_weights(message["version"])
         elif do == "load_adapter":
-            self._running.load_adapter(Path(message["folder"]), message["version"])
+            self._vllm.load_adapter(Path(message["folder"]), message["version"])
         elif do == "drop_caches":
             self._running.drop_caches()
 
-    def _make_engine(self, config: VLLMConfig) -> VLLMEngine:
-        return VLLMEngine(config)
+    def _make_engine(self, recipe: Recipe) -> SteppingEngine:
+        """Make the engine; subclasses make others."""
+        options = recipe.options
+        if recipe.kind == "vllm":
+            return VLLMEngine(decode(VLLMConfig, options["config"]))
+        return HFEngine(**options | {"config": decode(ModelConfig, options["config"])})
 
     def _answer(self, answer: dict[str, Any]) -> None:
         self.connection.send_bytes(json.dumps(answer).encode())
@@ -128,8 +140,13 @@ class Worker:
         self._answer(told | {"keys": keys})
 
     @property
-    def _running(self) -> VLLMEngine:
+    def _running(self) -> SteppingEngine:
         assert self._engine is not None
+        return self._engine
+
+    @property
+    def _vllm(self) -> VLLMEngine:
+        assert isinstance(self._engine, VLLMEngine)
         return self._engine
 
     def _load_weights(self, version: int) -> None:
@@ -152,23 +169,27 @@ def decode_info(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"ipc_handles": decode_handles(values["ipc_handles"])}
 
 
-def decode_config(values: dict[str, Any]) -> VLLMConfig:
-    """Rebuilds the configuration of which ``dataclasses.asdict`` gave these values."""
-    speculation = values["speculation"]
-    guides = {key: Guide(**guide) for key, guide in values["guides"].items()}
-    speculation = None if speculation is None else SpeculationConfig(**speculation)
-    return VLLMConfig(**values | {"guides": guides, "speculation": speculation})
+def decode(kind: type[T], values: dict[str, Any]) -> T:
+    """Rebuilds the dataclass of which ``dataclasses.asdict`` gave these values."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _decode_field(hints[name], value) for name, value in values.items()})
 
 
-def decode_sampling(values: dict[str, Any]) -> SamplingConfig:
-    """Rebuilds the configuration of which ``dataclasses.asdict`` gave these values."""
-    guide = values["guide"]
-    return SamplingConfig(**values | {"guide": None if guide is None else Guide(**guide)})
+def _decode_field(hint: Any, value: Any) -> Any:
+    """Rebuilds a field: a dataclass, or None, or a mapping to dataclasses; other values are as JSON has them."""
+    kinds: list[Any] = [each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)]
+    if not kinds or not isinstance(value, dict):
+        return value
+    if get_origin(hint) is dict:
+        return {key: decode(kinds[0], each) for key, each in value.items()}
+    return decode(kinds[0], value)
 
 
 def decode_request(values: dict[str, Any]) -> Request:
     """Rebuilds the request that `encode_request` made these values of."""
-    return Request(**values | {"sampling": decode_sampling(values["sampling"])})
+    sampling = values["sampling"]
+    guide = sampling["guide"] and Guide(**sampling["guide"])
+    return Request(**values | {"sampling": SamplingConfig(**sampling | {"guide": guide})})
 
 
 def main() -> None:

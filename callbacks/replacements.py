@@ -1,4 +1,4 @@
-"""Gives engines in processes of their own their GPUs, and goes on with their work when one of them dies."""
+"""Goes on with the work of engines when one of them dies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.process import EngineDiedError
-from verl_lightning.rollout.vllm_config import BesideConfig
 
 T = TypeVar("T")
 
@@ -82,48 +79,10 @@ def sum_over_ranks(module: PostTrainingModule, count: int) -> int:
     return sum(module.contract.gather_over_model_parallel(int(of_others)))
 
 
-def trainer_gpu(trainer: Trainer) -> int | None:
-    """Returns the index of this process's GPU, None on a CPU."""
-    device = trainer.strategy.root_device
-    return device.index if device.type == "cuda" else None
-
-
-def engine_gpu(beside: BesideConfig, trainer: Trainer) -> int | None:
-    """Returns the index of the GPU of this process's engine, None where `beside` names no GPUs.
-
-    Raises:
-        MisconfigurationException: If it names GPUs, but none for this process.
-    """
-    if not beside.gpus:
-        return None
-    if trainer.local_rank >= len(beside.gpus):
-        raise MisconfigurationException(
-            f"`rollout.beside.gpus` names {len(beside.gpus)} GPUs, but this node has a training process with local rank"
-            f" {trainer.local_rank}. Name one for each."
-        )
-    return beside.gpus[trainer.local_rank]
-
-
-def check_visible(gpu: int | None, count: int) -> None:
-    """Refuses an engine's GPU that this process can't see.
-
-    Args:
-        gpu: Index of the GPU, None for none.
-        count: Number of GPUs that the process sees.
-
-    Raises:
-        MisconfigurationException: If there is no such GPU.
-    """
-    if gpu is not None and gpu >= count:
-        raise MisconfigurationException(
-            f"`rollout.beside.gpus` names GPU {gpu}, but this process sees {count} GPUs, counted from 0. Name others,"
-            " or have `CUDA_VISIBLE_DEVICES` list those of the engines too."
-        )
-
-
 def restarts_message(num_deaths: int, limit: int) -> str:
     """Says why a run stops whose engines keep dying."""
     return (
-        f"engines died {num_deaths} times, but `rollout.beside.max_restarts` is {limit}. What they wrote stands above;"
-        " the usual cause is memory: lower `rollout.gpu_memory_utilization`, or look for the kernel's OOM killer."
+        f"engines died {num_deaths} times, but `rollout.placement.max_restarts` is {limit}. What they wrote stands"
+        " above; the usual cause is memory: lower `rollout.gpu_memory_utilization`, or look for the kernel's OOM"
+        " killer."
     )

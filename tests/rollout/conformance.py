@@ -1,0 +1,177 @@
+"""What every engine does, wherever it is placed: the checks of `test_conformance.py` and `test_vllm_conformance.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.rollout.asking import Prompts, sample
+from tests.rollout.vllm_parts import PAD, make_prompts, weights_of
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.scorer import build_scorer
+from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
+from verl_lightning.rollout.completions import answer, make_requests, wait_for
+from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.process import EngineDiedError
+
+ENDS = list(range(5, 102, 4))
+SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=8)
+
+
+@dataclass
+class Bench:
+    """An engine to check, started on the CPU."""
+
+    folder: Path
+    """The policy's Hugging Face folder."""
+
+    engine: Engine
+    """Engine whose responses end with one of `ENDS`."""
+
+    pids: Callable[[], list[int]] | None = None
+    """Function that gives the processes of an engine that is not in this one."""
+
+    def __post_init__(self) -> None:
+        self.weights = weights_of(AutoModelForCausalLM.from_pretrained(self.folder))
+        self.engine.load_weights(self.weights, 1)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Log-probs of two computations in float32."""
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def make_reference(folder: Path, weights: list[tuple[str, torch.Tensor]]) -> HFEngine:
+    """The engine that all others are compared with, in this process."""
+    engine = HFEngine(ModelConfig(path=str(folder)), eos_token_ids=ENDS, pad_token_id=PAD)
+    engine.start(torch.device("cpu"))
+    engine.load_weights(weights, 1)
+    return engine
+
+
+def check_same_seeds_give_the_same_responses(bench: Bench) -> None:
+    """Whenever they are asked, and in whatever order."""
+    prompts = make_prompts(num_samples=4)
+    first, again = (sample(bench.engine, prompts, SAMPLING) for _ in range(2))
+    turned = sample(bench.engine, Prompts(prompts.tokens[::-1], prompts.seeds[::-1]), SAMPLING)
+
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert_near(first.rollout_log_probs, again.rollout_log_probs)
+    rows = torch.arange(12).view(3, 4).flip(0).flatten()
+    assert torch.equal(turned.select(rows).input_ids, first.input_ids)
+
+
+def check_greedy_responses_are_the_references(bench: Bench) -> None:
+    """Tokens, log-probs, masks and ends."""
+    greedy = dataclasses.replace(SAMPLING, num_samples=1, temperature=0.0)
+    ours, theirs = (
+        sample(each, make_prompts(), greedy) for each in (bench.engine, make_reference(bench.folder, bench.weights))
+    )
+
+    for name in ("input_ids", "attention_mask", "response_mask", "is_truncated", "prompt_index"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert_near(ours.rollout_log_probs, theirs.rollout_log_probs)
+
+
+def check_ids_go_in_and_come_out_as_they_are(bench: Bench) -> None:
+    """Special tokens and ends in a prompt too: log-probs are those of the very ids that were asked and answered."""
+    prompts = Prompts([[1, 1, 5, 0, 3], [2, 101, 100, 9]], [[1, 2, 3, 4], [5, 6, 7, 8]])
+
+    rollout = sample(bench.engine, prompts, SAMPLING)
+
+    scorer = build_scorer(ModelConfig(path=str(bench.folder)), "policy", trainable=False)
+    assert_near(rollout.rollout_log_probs, scorer(rollout).log_probs.where(rollout.response_mask, 0.0))
+
+
+def check_responses_end_with_their_end_token(bench: Bench) -> None:
+    """Which is their last and only one, or at the limit."""
+    rollout = sample(bench.engine, make_prompts(num_samples=16), dataclasses.replace(SAMPLING, num_samples=16))
+
+    tokens = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)]
+    assert {len(row) < 8 for row in tokens} == {True, False}
+    for row, is_truncated in zip(tokens, rollout.is_truncated.tolist(), strict=True):
+        assert not set(ENDS) & set(row[:-1])
+        assert (row[-1] in ENDS) != is_truncated
+        assert len(row) == 8 or not is_truncated
+
+
+def check_stop_texts_are_followed_or_refused(bench: Bench) -> None:
+    """Never passed over."""
+    stopping = dataclasses.replace(SAMPLING, stop=[str(digit) for digit in range(10)])
+    requests = make_requests(*make_prompts(num_samples=4), stopping)
+
+    with contextlib.suppress(ValueError):  # `HFEngine` refuses them, by name
+        free = sample(bench.engine, make_prompts(num_samples=4), SAMPLING)
+        completions = wait_for(answer(bench.engine.generate, requests))
+        assert sum(len(each.token_ids) for each in completions) < free.response_mask.sum()
+
+
+def check_completions_tell_the_version_of_their_weights(bench: Bench) -> None:
+    """And come from those weights."""
+    changed = [(name, weight + 0.02 * torch.ones_like(weight).cumsum(-1).sin()) for name, weight in bench.weights]
+    requests = make_requests(*make_prompts(num_samples=4), SAMPLING)
+    before = wait_for(answer(bench.engine.generate, requests))
+    bench.engine.load_weights(changed, 2)
+
+    after = wait_for(answer(bench.engine.generate, requests))
+
+    bench.engine.load_weights(bench.weights, 1)
+    assert {each.weights_version for each in before} == {1}
+    assert {each.weights_version for each in after} == {2}
+    expected = wait_for(answer(make_reference(bench.folder, changed).generate, requests))
+    assert [each.token_ids for each in after] == [each.token_ids for each in expected] != [e.token_ids for e in before]
+
+
+def check_a_killed_engine_is_replaced_in_the_middle_of_64_requests(bench: Bench) -> None:
+    """By whoever places it, or by the callback, which starts another and asks anew."""
+    requests = make_requests(*make_prompts((9, 4, 7, 12), num_samples=16), SAMPLING)
+    expected = wait_for(answer(bench.engine.generate, requests))
+    killed: list[int] = []
+
+    async def generate(request: Request) -> Completion:
+        completion = await bench.engine.generate(request)
+        if not killed:
+            killed.append(bench.pids()[0])
+            os.kill(killed[0], signal.SIGKILL)
+        return completion
+
+    try:
+        completions = wait_for(answer(generate, requests))
+    except EngineDiedError:
+        bench.engine.start(torch.device("cpu"))
+        bench.engine.load_weights(bench.weights, 1)
+        completions = wait_for(answer(generate, requests))
+
+    assert killed
+    assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
+
+
+def check_a_hung_engine_is_named(bench: Bench) -> None:
+    """By the first response that is missing; nothing answers after this."""
+    requests = make_requests(*make_prompts(), dataclasses.replace(SAMPLING, num_samples=1))
+    stopped = bench.pids()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+
+    names = "3 responses were not finished after `rollout.deadline` = 1 s; the first is that to prompt 0, sample 0"
+    with pytest.raises(TimeoutError, match=names):
+        wait_for(answer(bench.engine.generate, requests))
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):  # who placed it has killed it
+            os.kill(pid, signal.SIGKILL)
+
+
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
+"""All checks; after the last, the engine is of no more use."""
+
+CHECKS_IN_PROCESS = [check for check in CHECKS if check.__name__.split("_")[2] not in ("killed", "hung")]
+"""Checks of an engine in this process, which can neither die nor hang alone."""
