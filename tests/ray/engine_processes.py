@@ -15,7 +15,8 @@ def engine_pids(engines: RayEngines) -> list[int]:
     """Of each replica."""
     import ray
 
-    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engines._actors])
+    calls = [actor.__ray_call__.options(max_task_retries=-1) for actor in engines._actors]  # one may be starting anew
+    return ray.get([call.remote(lambda _: os.getpid()) for call in calls])
 
 
 class EngineKiller(Callback):

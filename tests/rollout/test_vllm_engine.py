@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.rollout.asking import Prompts, sample
-from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_engine, weights_of, write_sharp_folder
+from tests.rollout.asking import sample
+from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
@@ -46,33 +46,6 @@ def engine(started, model):
     return started
 
 
-def test_greedy_responses_are_those_of_the_hf_engine(engine, folder):
-    ours, expected = (sample(each, make_prompts(), GREEDY) for each in (engine, make_hf_engine(folder)))
-
-    assert_close(ours.input_ids, expected.input_ids)
-    assert_close(ours.attention_mask, expected.attention_mask)
-    assert_close(ours.response_mask, expected.response_mask)
-    assert_close(ours.rollout_log_probs, expected.rollout_log_probs, atol=1e-4, rtol=0)
-    assert_close(ours.is_truncated, expected.is_truncated)
-    assert_close(ours.prompt_index, expected.prompt_index)
-
-
-def test_responses_follow_an_optimizer_step(engine, model, folder):
-    before = sample(engine, make_prompts(), GREEDY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(input_ids=before.input_ids, labels=before.input_ids).loss.backward()
-    optimizer.step()
-    reference = make_hf_engine(folder)
-
-    for each in (engine, reference):
-        each.load_weights(weights_of(model), 1)
-
-    ours, expected = (sample(each, make_prompts(), GREEDY) for each in (engine, reference))
-    assert not torch.equal(ours.response_ids, before.response_ids)
-    assert_close(ours.input_ids, expected.input_ids)
-    assert_close(ours.rollout_log_probs, expected.rollout_log_probs, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_log_probs_are_those_of_the_trainer(engine, folder, temperature):
     sampling = SamplingConfig(num_samples=4, max_new_tokens=12, temperature=temperature)
@@ -83,19 +56,6 @@ def test_log_probs_are_those_of_the_trainer(engine, folder, temperature):
     expected = scorer(rollout).log_probs.where(rollout.response_mask, 0.0)
     assert_close(rollout.rollout_log_probs, expected, atol=1e-4, rtol=0)
     assert rollout.prompt_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_a_response_depends_on_its_seed_alone(engine):
-    sampling = SamplingConfig(num_samples=2, max_new_tokens=12, temperature=2.0)
-    prompts = make_prompts(num_samples=2)
-    together = sample(engine, prompts, sampling)
-    last = Prompts(prompts.tokens[2:], [prompts.seeds[2][::-1]])
-
-    alone = sample(engine, last, sampling)
-
-    width = alone.response_mask.shape[1]
-    assert_close(alone.response_ids, together.response_ids[[5, 4], :width])
-    assert not torch.equal(alone.response_ids[0], alone.response_ids[1])
 
 
 def test_adapters_arrive_merged(engine, folder):
@@ -112,20 +72,6 @@ def test_adapters_arrive_merged(engine, folder):
     expected = scorer(rollout).log_probs.where(rollout.response_mask, 0.0)
     assert_close(rollout.rollout_log_probs, expected.detach(), atol=1e-3, rtol=0)  # float32, merged against beside
     assert not torch.equal(rollout.response_ids, base.response_ids)
-
-
-def test_a_response_ends_with_its_end_token(engine, monkeypatch):
-    unended = sample(engine, make_prompts(), GREEDY)
-    end = int(unended.response_ids[1, 3])
-    length = unended.response_ids[1].tolist().index(end) + 1
-    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, eos_token_ids=[end]))
-
-    rollout = sample(engine, make_prompts(), GREEDY)
-
-    assert unended.is_truncated[1]
-    assert not rollout.is_truncated[1]
-    assert rollout.response_mask[1].sum() == length
-    assert_close(rollout.response_ids[1, :length], unended.response_ids[1, :length])
 
 
 def test_a_late_response_is_named_and_leaves_the_engine_usable(engine, monkeypatch):

@@ -8,11 +8,10 @@ import signal
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.asking import sample
-from tests.rollout.vllm_parts import make_hf_engine, make_prompts, make_vllm_engine, weights_of, write_sharp_folder
+from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
 from tests.runs import Recorder, make_model_config, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
@@ -32,14 +31,6 @@ GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_sharp_folder(tmp_path_factory.mktemp("sharp"))
-
-
-def start_engine(folder, *, grace=60.0, **changes):
-    """An engine in a process of its own, with the folder's weights."""
-    engine = ProcessEngine(make_vllm_engine(folder, **changes).recipe(), grace=grace)
-    engine.start(torch.device("cpu"))
-    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)), 1)
-    return engine
 
 
 class Killer(VLLMRollout):
@@ -66,29 +57,15 @@ def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):
     return recorder
 
 
-def test_a_process_answers_and_refuses_as_the_engine_does_and_may_be_killed(folder):
-    engine = start_engine(folder)
-    expected = sample(make_hf_engine(folder), make_prompts(), GREEDY)
+def test_a_process_refuses_as_the_engine_does_and_tells_its_death(folder):
+    engine = ProcessEngine(make_vllm_engine(folder).recipe())
+    engine.start(torch.device("cpu"))
+    engine.load_weights(weights_of(AutoModelForCausalLM.from_pretrained(folder)), 1)
 
-    rollout = sample(engine, make_prompts(), GREEDY)
     with pytest.raises(ValueError, match=r"a prompt of 60 tokens and a response of 12 don't fit"):
         sample(engine, make_prompts([60]), GREEDY)
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineDiedError, match="ended with -9"):
-        sample(engine, make_prompts(), GREEDY)
-    engine.stop()
-
-    assert_close(rollout.input_ids, expected.input_ids)
-    assert_close(rollout.is_truncated, expected.is_truncated)
-    assert_close(rollout.rollout_log_probs, expected.rollout_log_probs, atol=1e-4, rtol=0)
-
-
-def test_a_stuck_engine_is_killed_and_its_request_named(folder):
-    engine = start_engine(folder)
-    engine.recipe, engine.grace = make_vllm_engine(folder, deadline=1.0).recipe(), 1.0
-    os.kill(engine.pid, signal.SIGSTOP)
-
-    with pytest.raises(TimeoutError, match=r"3 responses .* = 1 s; the first is that to prompt 0, sample 0"):
         sample(engine, make_prompts(), GREEDY)
     engine.stop()
 
