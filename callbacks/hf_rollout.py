@@ -9,11 +9,12 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.options import typed
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.rollout.hf import HFEngine, check_cache
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.telemetry.memory_plan import EngineMemory
 
@@ -37,7 +38,7 @@ class HFRollout(RolloutCallback):
         temperature: Short for ``sampling.temperature``.
 
     Raises:
-        ValueError: If an option of the sampling needs vLLM, or is out of its range.
+        ValueError: If an option of the sampling needs vLLM, or the model does, or one is out of its range.
     """
 
     memory_key = "rollout.batch_size"
@@ -92,6 +93,7 @@ class HFRollout(RolloutCallback):
     @override
     def make_engine(self, module: PostTrainingModule) -> HFEngine:
         config = module.policy_config
+        check_cache(read_config(config.path))
         return HFEngine(
             config,
             eos_token_ids=module.eos_token_ids,

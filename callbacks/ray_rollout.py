@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from verl_lightning.callbacks.placement import RayActors
@@ -74,6 +77,10 @@ class RayRollout(RolloutCallback):
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
         return self.rollout.weights_type(module)
+
+    @override
+    def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
+        return self.rollout._weights(module)
 
 
 def check_alone(rollout: VLLMRollout) -> None:

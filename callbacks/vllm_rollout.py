@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar, cast
@@ -11,11 +11,13 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.placement import Beside, Placement, trainer_gpu
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.models.hf_folder import stored_weights
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
@@ -253,6 +255,11 @@ class VLLMRollout(RolloutCallback):
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.engine_dtype(module))
         return dtype
+
+    @override
+    def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
+        """Yield what the policy's own folder would hold, which is what vLLM reads: experts one by one, and buffers."""
+        return stored_weights(module.policy.backbone, super()._weights(module))
 
     @override
     def sync_weights(self, module: PostTrainingModule) -> None:

@@ -6,6 +6,7 @@ a config in the form that it reads, and each weight under the name that it knows
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.scorer import Head
 from verl_lightning.needs import installed_version
+from verl_lightning.strategies.megatron.honoured import comparable, sentence, unhonoured
 from verl_lightning.strategies.megatron.provider import ModelSettings, build_pieces, checked_overrides, provider_fields
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ VERSION = "0.15."
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Those whose weights and scores are compared with transformers' in `test_checks.py`."""
+
+ALWAYS = {"norm_topk_prob": True}
+"""What all models of mbridge have, whatever their configs say."""
 
 FUSED_NAMES = (
     (r"\.to_wrap\.", "."),
@@ -59,6 +64,8 @@ class MBridge:
         self.path = config.path
         self.head = head
         self._hf = readable_config(config.path)
+        if unknown := unhonoured(read_config(config.path), _describe, always=ALWAYS):
+            raise ValueError(sentence("megatron.bridge: mbridge", config.path, unknown))
         self._is_tied = bool(read_config(config.path).tie_word_embeddings) and head != "value"
         tensor = settings.sizes.tensor
         self._bridge = AutoBridge.from_config(
@@ -189,10 +196,25 @@ def readable_config(path: str) -> PretrainedConfig:
         raise ValueError(
             f"`megatron.bridge: mbridge` can't map `path: {path}`: {obstacle}. Use `bridge: megatron_bridge`."
         )
+    return _as_before(config)
+
+
+def _as_before(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config as transformers had it before its version 5."""
+    config = copy.deepcopy(config)
     config.rope_theta = config.rope_parameters["rope_theta"]
     # mbridge writes ties into a table that all models of a class share, tied or not.
     config.tie_word_embeddings = False
     return config
+
+
+def _describe(config: PretrainedConfig) -> object:
+    """Return all that mbridge makes of a model's config, and what `MBridge` reads there itself, to be compared."""
+    from mbridge import AutoBridge
+
+    bridge = AutoBridge.from_config(_as_before(config), dtype=torch.float32)
+    own = (config.rope_parameters["rope_theta"], config.vocab_size, config.tie_word_embeddings)
+    return comparable(vars(bridge.config)), own
 
 
 def _obstacle(config: PretrainedConfig) -> str | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from verl_lightning.faults import is_meant_for_user, is_of_collective
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line
 from verl_lightning.models.scorer import Head, build_skeleton, read_value_head
 from verl_lightning.models.weights import base_name, is_adapter_name
 from verl_lightning.strategies.megatron.checkpoint import load_adapter_folder
@@ -20,7 +24,7 @@ from verl_lightning.strategies.megatron.provider import ModelSettings, build_chu
 from verl_lightning.strategies.megatron.safe_reads import check_weights_once
 from verl_lightning.strategies.megatron.scorer import VALUE_HEAD, MegatronScorer
 from verl_lightning.strategies.megatron.tokens import Slicing
-from verl_lightning.strategies.megatron.weights import exported_weights
+from verl_lightning.strategies.megatron.weights import exported_weights, has_experts_of, mapped_names
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -50,12 +54,15 @@ def build_model(
     ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
     mapping = make_bridge(config.path)
     check_weights_once(config.path)
-    mbridge = MBridge(config, head, settings) if bridge == "mbridge" else None
-    if mbridge is None:
-        provider: Any = make_provider(mapping, config, head, settings)
-        chunks = build_chunks(mapping, provider)
-    else:
-        provider, chunks = mbridge.transformer, mbridge.build()
+    mbridge: MBridge | None = None
+    with _buildable(config.path, with_kernels=settings.uses_transformer_engine):
+        if bridge == "mbridge":
+            mbridge = MBridge(config, head, settings)
+            provider: Any = mbridge.transformer
+            chunks = mbridge.build()
+        else:
+            provider = make_provider(mapping, config, head, settings)
+            chunks = build_chunks(mapping, provider)
     skeleton = build_skeleton(config, head, trainable=trainable)
     for chunk in chunks:
         chunk.requires_grad_(trainable)
@@ -70,24 +77,48 @@ def build_model(
         chunks = wrap(chunks, provider, ddp_config)
     packs = decide_packing(config, uses_transformer_engine=settings.uses_transformer_engine)
     model = MegatronScorer(chunks, skeleton, mapping, mbridge=mbridge, slicing=make_slicing(settings), packs=packs)
-    if mbridge is not None:
-        check_map(model)
+    check_map(model)
     if trainable and config.lora is not None and config.lora.adapter_path is not None:
         load_adapter_folder(model, config.lora)
     return model.train(trainable)
 
 
+@contextmanager
+def _buildable(path: str, *, with_kernels: bool) -> Iterator[None]:
+    """Turn errors of Megatron and its bridges into the user's words while they make a model.
+
+    Raises:
+        ValueError: If they can't make it, with what to change.
+    """
+    try:
+        yield
+    except (*LIBRARY_ERRORS, AssertionError) as error:
+        if is_meant_for_user(error) or is_of_collective(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        layers = "" if with_kernels else " without TransformerEngine, which is not used"
+        raise ValueError(
+            f"`path: {path}`: Megatron can't make this model{layers} ({first_line(error)}). Use `fsdp`, which trains"
+            " any model of transformers."
+        ) from error
+
+
 def check_map(model: MegatronScorer) -> None:
-    """See that mbridge gives every weight back. Collective.
+    """See that the bridge gives every weight back. Collective.
 
     Raises:
         ValueError: If one has no name there.
     """
     wanted = {base_name(name) for name, _ in model.backbone.named_parameters() if not is_adapter_name(name)}
-    if missing := sorted(wanted - {name for name, _ in exported_weights(model, merges_adapters=False)}):
+    if model.mbridge is None:
+        names = mapped_names(model)
+        missing = sorted(name for name in wanted - names if not has_experts_of(name, names))
+    else:
+        missing = sorted(wanted - {name for name, _ in exported_weights(model, merges_adapters=False)})
+    if missing:
+        bridge = "megatron_bridge" if model.mbridge is None else "mbridge"
         raise ValueError(
-            f"`megatron.bridge: mbridge` can't map `path: {model.backbone.name_or_path}`: it leaves out {len(missing)}"
-            f" weights, such as `{missing[0]}`. Use `bridge: megatron_bridge`."
+            f"`megatron.bridge: {bridge}` can't map `path: {model.backbone.name_or_path}`: it leaves out {len(missing)}"
+            f" weights, such as `{missing[0]}`. Use `fsdp`, which trains any model of transformers."
         )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl_lightning.compat.megatron import progress_hidden, set_process_groups
 from verl_lightning.models.config import ModelConfig
@@ -18,6 +19,7 @@ from verl_lightning.models.library_errors import first_line
 from verl_lightning.models.pretrained import ForeignCodeError, read_config
 from verl_lightning.models.scorer import Head
 from verl_lightning.strategies.megatron.config import ParallelSizes, TransformerOptions
+from verl_lightning.strategies.megatron.honoured import comparable, sentence, unhonoured
 from verl_lightning.strategies.megatron.local_layers import sequence_parallel_block
 from verl_lightning.strategies.megatron.runtime import has_transformer_engine
 
@@ -124,17 +126,28 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
         settings: Settings of the strategy.
 
     Raises:
-        ValueError: If an override is unknown or belongs to an option of its own.
+        ValueError: If an override is unknown or belongs to an option of its own, or the bridge leaves out what the
+            model's config says.
     """
+    if fields := unhonoured(read_config(config.path), _describe):
+        raise ValueError(sentence("megatron.bridge: megatron_bridge", config.path, fields))
     provider = bridge.to_megatron_provider(load_weights=False)
-    fields = provider_fields(config, settings, provider)
+    ours = provider_fields(config, settings, provider)
     if head == "value":
-        fields["share_embeddings_and_output_weights"] = False
-    for name, value in (fields | checked_overrides(provider, settings.transformer)).items():
+        ours["share_embeddings_and_output_weights"] = False
+    for name, value in (ours | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
     set_process_groups(provider)
     return provider
+
+
+def _describe(config: PreTrainedConfig) -> object:
+    """Return all that Megatron-Bridge makes of a model's config, to be compared."""
+    from megatron.bridge import AutoBridge
+
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    return type(provider).__name__, comparable(vars(provider))
 
 
 def provider_fields(config: ModelConfig, settings: ModelSettings, transformer: TransformerConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
     """
     gather_weights(model)
     wanted = {base_name(n): p for n, p in model.backbone.named_parameters() if not is_adapter_name(n)}
+    buffers = model.backbone.state_dict().keys() - dict(model.backbone.named_parameters(remove_duplicate=False)).keys()
     adapter = exported_adapter(model) if merges_adapters and has_adapters(model.backbone) else {}
     weights = _exported_by_bridge(model) if model.mbridge is None else model.mbridge.export(model.pieces)
     experts = Experts(wanted)
@@ -33,6 +34,8 @@ def exported_weights(model: MegatronScorer, *, merges_adapters: bool) -> Iterato
         name = base_name(name).removeprefix(_prefix(model))
         if name in wanted:
             yield name, _merged(name, weight.detach(), adapter, model)
+        elif name in buffers:
+            yield name, weight.detach()
         elif not name.endswith("lm_head.weight"):  # tied to the embedding, or of a value model
             yield from experts.add(name, weight.detach())
 
@@ -46,6 +49,21 @@ def _exported_by_bridge(model: MegatronScorer) -> Iterator[tuple[str, Tensor]]:
         merge_adapter_weights=False,  # it knows no q_proj with an adapter beside a k_proj without
     )
     return weights
+
+
+def mapped_names(model: MegatronScorer) -> set[str]:
+    """Return the names on the hub that Megatron-Bridge knows for the weights of all ranks; no weight is moved."""
+    names: set[str] = set()
+    for task in _tasks(model, model.pieces):
+        stored = task.mapping.hf_param
+        names |= set(stored.values()) if isinstance(stored, dict) else {stored}
+    return {base_name(name).removeprefix(_prefix(model)) for name in names}
+
+
+def has_experts_of(name: str, names: Collection[str]) -> bool:
+    """Tell whether a fused weight of experts is among names of single experts."""
+    layer, found, _ = name.partition(".experts.")
+    return bool(found) and any(each.startswith(f"{layer}.experts.") for each in names)
 
 
 def gather_weights(model: MegatronScorer) -> None:

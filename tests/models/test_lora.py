@@ -222,6 +222,25 @@ def test_layouts_that_are_not_read_are_refused_with_the_way_out(tmp_path, tiny_f
             lora_scorer(tiny_folder, adapter_path=str(folder))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "`init_lora_weights: pissa`, so it belongs to a base that PEFT has changed"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "loftq"}, "belongs to a base"),
+        ({"bias": "all"}, "trains biases too"),
+        ({"alora_invocation_tokens": [5]}, "uses `alora_invocation_tokens`"),
+    ],
+)
+def test_an_adapter_that_means_something_else_is_refused(tmp_path, tiny_folder, adapter_folder, change, message):
+    shutil.copytree(adapter_folder, folder := tmp_path / "other")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | change))
+
+    with pytest.raises(ValueError, match=message):
+        lora_scorer(tiny_folder, adapter_path=str(folder))
+
+
 def write_and_die(base, target):
     """Write an adapter; a SIGKILL comes between its weights and its config."""
     scorer = lora_scorer(base)

@@ -144,7 +144,7 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
         ) from error
     lora = config.lora and dataclasses.replace(config.lora, adapter_path=None)  # the checkpoint brings the adapter
     head: Head = "policy_and_value" if critic and critic_model is None else "policy"
-    config = dataclasses.replace(config, lora=lora, attn_implementation="sdpa", activation_checkpointing="none")
+    config = dataclasses.replace(config, lora=lora, attn_implementation="eager", activation_checkpointing="none")
     return config, "value" if role == "critic" else head
 
 

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
+
+
+def not_of_experts(names: list[str], backbone: PreTrainedModel) -> list[str]:
+    """Return the modules that PEFT does not take for experts, which had layers of these names in transformers 4."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, backbone, None)
+    kept = set(config.target_modules or ())
+    return [name for name in names if name in kept]
 
 
 def switch_adapters(backbone: nn.Module, *, on: bool) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def attention_of(backbone: PreTrainedModel) -> str | None:
@@ -24,6 +25,17 @@ def has_state(backbone: PreTrainedModel) -> bool:
 def goes_through_attention_interface(backbone: PreTrainedModel) -> bool:
     """Tell whether a model class says that it gets its attention kernel from `AttentionInterface`."""
     return bool(getattr(backbone, "_supports_attention_backend", False))
+
+
+def takes_other_kernels(config: PreTrainedConfig) -> bool:
+    """Tell whether the model of a config computes plain attention, through `AttentionInterface`; by what it says."""
+    model = causal_model_class(config)
+    return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_sdpa", False))
+
+
+def causal_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Class of the causal language model of a config; None if transformers has none."""
+    return cast("type[PreTrainedModel] | None", MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
 
 
 def block_names(backbone: PreTrainedModel) -> set[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,51 @@ def guide_complaints(structured_outputs: Any) -> list[str]:
         else:
             return []
     return reasons
+
+
+def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], *, repacks: bool) -> list[str]:
+    """Load weights by the names that a model's folder has, and return the parameters that got none.
+
+    vLLM says which ones it loaded where `load_weights` of a model returns it, and tells nobody of the others.
+
+    Args:
+        llm: A `vllm.LLM` whose engine runs in this process.
+        weights: Names and values.
+        repacks: True on CPUs, where vLLM keeps weights in a form that a model's own `load_weights` can't write into.
+
+    Returns:
+        Names of the parameters that got no value, empty if all did or the model doesn't say.
+    """
+    if not repacks:
+        (missing,) = llm.apply_model(lambda model: _not_loaded(model, weights))
+        return cast(list[str], missing)
+    missing = []
+
+    def record(model: nn.Module) -> None:
+        def load(given: Iterable[tuple[str, Tensor]]) -> None:
+            del model.load_weights
+            missing.extend(_not_loaded(model, given))
+
+        model.load_weights = load  # type: ignore[assignment]
+
+    llm.apply_model(record)
+    llm.apply_model(_forget_expert_kernels)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    llm.apply_model(repack_output_heads)
+    return missing
+
+
+def _forget_expert_kernels(model: nn.Module) -> None:
+    """Have a CPU's experts be packed anew: where vLLM finds their kernel, it takes new weights as they come."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _not_loaded(model: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    loaded: set[str] | None = model.load_weights(weights)
+    return [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - loaded)
 
 
 def repack_output_heads(model: nn.Module) -> None:

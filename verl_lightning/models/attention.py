@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from verl_lightning.compat.torch import varlen_options
-from verl_lightning.compat.transformers import attention_of, goes_through_attention_interface, has_state
+from verl_lightning.compat.transformers import (
+    attention_of,
+    goes_through_attention_interface,
+    has_state,
+    takes_other_kernels,
+)
 from verl_lightning.models.sequence_parallel import SequencePart
 from verl_lightning.needs import missing_attention
 
@@ -41,15 +46,32 @@ _SCORE_CHANGES = {"softcap": "capped attention scores", "s_aux": "attention sink
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def best_attention(name: str) -> str:
-    """Returns the kernel that ``attn_implementation`` names; ``auto`` is `varlen` on a GPU that has it, else `sdpa`.
+def best_attention(name: str, config: PreTrainedConfig) -> str | None:
+    """Returns the kernel for a model, or None for the one that transformers chooses, `sdpa` where the model has it.
+
+    ``auto`` is `varlen` on a GPU that has it and for a model that it fits, and `eager` for a model that caps its
+    attention scores, which `sdpa` and `varlen` would leave out in silence.
+
+    Args:
+        name: The user's ``attn_implementation``.
+        config: Config of the model.
 
     Raises:
-        ValueError: If the kernel's package is not installed.
+        ValueError: If the kernel's package is not installed, or it would compute another model.
     """
     if (complaint := missing_attention(name)) is not None:
         raise ValueError(complaint)
-    return name if name != "auto" else VARLEN if has_varlen_kernel() else "sdpa"
+    text = config.get_text_config()
+    if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
+        if name in ("sdpa", VARLEN):
+            raise ValueError(
+                f"`attn_implementation: {name}` leaves out the cap on attention scores (`attn_logit_softcapping:"
+                f" {cap}`) of a `{text.model_type}`. Set `auto` or `eager`, or `flex_attention` for long sequences."
+            )
+        return "eager" if name == "auto" else name
+    if name != "auto":
+        return name
+    return VARLEN if has_varlen_kernel() and takes_other_kernels(config) else None
 
 
 def has_varlen_kernel() -> bool:

@@ -133,7 +133,8 @@ class ModelConfig(Options):
 
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
     """Attention kernel: one of transformers', or ``varlen``, torch's for sequences of unequal lengths. ``auto`` is
-    ``varlen`` on GPUs that have it, else ``sdpa``."""
+    ``varlen`` on GPUs that have it, else ``sdpa``; and ``eager`` for models that have neither, or that cap their
+    attention scores, as Gemma-2 does, which the others leave out."""
 
     packing: Packing = "auto"
     """Packing of sequences in one row without padding: the same scores, sooner. ``auto`` packs models that are tested

@@ -107,12 +107,14 @@ def write_model(
 def stored_weights(backbone: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield weights and saved buffers as files name them; transformers holds some weights fused, experts above all.
 
-    Fused weights are cut apart layer by layer, so that no more than one layer is held.
+    Fused weights are cut apart layer by layer, so that no more than one layer is held. Buffers come from ``backbone``,
+    unless it is on the meta device: they are then among the weights.
     """
     for _, layer in itertools.groupby(weights, key=lambda item: layer_of(item[0])):
         yield from weights_as_stored(backbone, dict(layer)).items()
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
-    buffers = {base_name(name): b for name, b in backbone.state_dict().items() if name not in parameters}
+    state = {base_name(name): tensor for name, tensor in backbone.state_dict().items() if name not in parameters}
+    buffers = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     yield from weights_as_stored(backbone, buffers).items()
 
 

@@ -16,8 +16,9 @@ from lightning.fabric.utilities import rank_zero_info
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from verl_lightning.compat.peft import switch_adapters
+from verl_lightning.compat.peft import not_of_experts, switch_adapters
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.digests import DamagedFileError, check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
@@ -35,8 +36,12 @@ PEFT_PREFIX = "base_model.model."
 UNSUPPORTED = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "ensure_weight_tying"),
 )
 """Settings of PEFT that change what an adapter means, and that are not supported here."""
+
+KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's ``init_lora_weights`` that leave the base as it is; others (PiSSA, OLoRA, ...) subtract from it."""
 
 
 def has_adapters(backbone: nn.Module) -> bool:
@@ -72,16 +77,17 @@ def add_adapters(
             r=lora.rank,
             lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # type: ignore[arg-type]
             lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
+            target_modules=chosen_modules(backbone, lora.target_modules),
             exclude_modules=list(lora.exclude_modules) or None,
             modules_to_save=list(lora.modules_to_save) or None,
             init_lora_weights=True if lora.init == "kaiming" else lora.init,
         )
     )
-    if peft_config(backbone).target_parameters:
+    if reached := peft_config(backbone).target_parameters:
         raise ValueError(
-            f"`lora.target_modules: {lora.target_modules}` reaches expert weights that transformers holds fused, and"
-            " adapters on those are not supported. Name attention and dense layers only."
+            f"`lora.target_modules: {lora.target_modules}` reaches weights that are no linear layers in transformers"
+            f" ({', '.join(f'`{name}`' for name in sorted(reached))}): routers, or experts held fused, which can't have"
+            " adapters here. Name attention and dense layers only, or `all-linear`."
         )
     if lora.adapter_path is not None:
         load_adapter(backbone, lora, base_fingerprint(backbone) if holds_base else None)
@@ -90,13 +96,34 @@ def add_adapters(
     return backbone
 
 
+def chosen_modules(backbone: PreTrainedModel, targets: str | list[str]) -> str | list[str]:
+    """Return the modules that get adapters as PEFT is to be told them.
+
+    Those of ``all-linear`` are named one by one where PEFT would take more: a vision tower, or experts held fused.
+    """
+    if targets != "all-linear":
+        return targets
+    text, head = backbone.get_decoder(), backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
+    inside = set(text.modules())
+    every = [(name, m) for name, m in backbone.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    linear = [name for name, module in every if module in inside]
+    chosen = not_of_experts(linear, backbone)
+    return chosen if has_fused_experts(backbone) or len(chosen) < len(every) else "all-linear"
+
+
+def has_fused_experts(backbone: nn.Module) -> bool:
+    """Tell whether transformers holds the experts of a mixture in one weight, which is no linear layer."""
+    return any(".experts." in name and weight.dim() > 2 for name, weight in backbone.named_parameters())
+
+
 def describe_trainable(backbone: nn.Module) -> str:
     """Describe in one line how much of a model is trained."""
     parameters = dict(backbone.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     count, total = sum(p.numel() for p in trained.values()), sum(p.numel() for p in parameters.values())
     layers = {name.partition(".lora_")[0] for name in trained if ".lora_" in name}
-    return f"LoRA trains {count:,} of {total:,} parameters ({count / total:.2%}), beside {len(layers)} layers."
+    more = " Experts, which transformers holds fused, have none." if has_fused_experts(backbone) else ""
+    return f"LoRA trains {count:,} of {total:,} parameters ({count / total:.2%}), beside {len(layers)} layers.{more}"
 
 
 @contextmanager
@@ -188,6 +215,11 @@ def read_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str |
         check_base(folder, str(backbone.name_or_path), fingerprint)
     with open_safetensors(folder / ADAPTER_WEIGHTS) as file:
         weights = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if whole_ones := sorted(name for name in weights if name.endswith("base_layer.weight")):
+        raise ValueError(
+            f"`lora.adapter_path: {folder}` holds whole weights beside its adapters, such as `{whole_ones[0]}`, as PEFT"
+            " saves embeddings. Save it once more with `save_embedding_layers=False`, if the vocabulary is the base's."
+        )
     ours = {name.removeprefix(PEFT_PREFIX): weight for name, weight in adapter_weights(backbone).items()}
     if wrong := sorted(weights.keys() ^ ours.keys()):
         where = "the folder only" if wrong[0] in weights else "these settings only"
@@ -235,6 +267,14 @@ def check_adapter_config(folder: Path, lora: LoraConfig) -> dict[str, Any]:
         raise ValueError(f"{name} holds adapters of type {config.get('peft_type')}, but only LORA can be trained here.")
     if used := [key for key in UNSUPPORTED if config.get(key)]:
         raise ValueError(f"{name} uses `{used[0]}`, which can't be trained here. Merge it into its base with PEFT.")
+    if (init := config.get("init_lora_weights")) not in KEEPS_BASE:
+        raise ValueError(
+            f"{name} was made with `init_lora_weights: {init}`, so it belongs to a base that PEFT has changed and not"
+            " to the one at `path`. Convert it by `path_initial_model_for_weight_conversion` of PEFT's"
+            " `save_pretrained`, or merge it into its base with PEFT."
+        )
+    if (bias := config.get("bias", "none")) != "none":
+        raise ValueError(f"{name} trains biases too (`bias: {bias}`), which can't be done here. Merge it with PEFT.")
     for key, theirs, ours in (("rank", config.get("r"), lora.rank), ("alpha", config.get("lora_alpha"), lora.alpha)):
         if theirs is None:
             raise ValueError(f"{name} has no {key} in its `{ADAPTER_CONFIG}`. Give a folder as PEFT writes it.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verl_lightning.compat.transformers import asks_for_code
+from verl_lightning.compat.transformers import asks_for_code, causal_model_class
 from verl_lightning.models.digests import WEIGHTS_SUFFIX, check_folder
 
 AutoClass = type[AutoModel] | type[AutoModelForCausalLM]
@@ -97,7 +98,7 @@ def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTra
         OSError: If there is none.
         ValueError: If transformers does not know such a model.
     """
-    read_config(path)
+    check_causal(path, read_config(path))
     check_weights(path)
     with nothing_executed(path):
         loaded: Any = auto_class.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
@@ -117,11 +118,28 @@ def make_model(auto_class: AutoClass, path: str, **options: Any) -> PreTrainedMo
         ForeignCodeError: If the model has code of its own.
     """
     config = read_config(path)
+    check_causal(path, config)
     with nothing_executed(path):
         model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]
             config, trust_remote_code=False, **options
         )
     return model
+
+
+def check_causal(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a model whose tokens are not predicted from those before them alone.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    kind = config.model_type
+    if causal_model_class(config) is None:
+        raise ValueError(f"`path: {path}` is a `{kind}`, of which transformers has no causal language model.")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"`path: {path}` is a `{kind}`, an encoder: its tokens see those after them, which they would learn to"
+            " copy. Give a causal language model."
+        )
 
 
 def check_weights(path: str) -> None:

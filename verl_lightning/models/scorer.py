@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from verl_lightning.compat.transformers import attention_of
 from verl_lightning.functional.linear_log_probs import linear_log_probs
@@ -39,11 +40,12 @@ from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.lora import adapters_off, add_adapters
 from verl_lightning.models.packing import pack
-from verl_lightning.models.pretrained import AutoClass, make_model, read_model
+from verl_lightning.models.pretrained import AutoClass, make_model, read_config, read_model
 from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.weight_files import check_readable
 from verl_lightning.types import Scores, TokenBatch
 
+T = TypeVar("T")
 Head = Literal["policy", "value", "policy_and_value"]
 
 PLAIN_HEADS = frozenset({"llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
@@ -145,6 +147,25 @@ class TokenScorer(nn.Module):
         width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         return float(config.num_hidden_layers * width / sum(weight.numel() for weight in self.parameters()))
 
+    def disable_dropout(self) -> None:
+        """Score alike in training and evaluation, but for the dropout of adapters, which is an option of ours.
+
+        Reinforcement learning compares the probabilities of a token before and after a step; dropout of a model's own
+        config would part them.
+        """
+        configs: dict[int, PreTrainedConfig] = {}
+        for name, module in self.named_modules():
+            if ".lora_" in name or ".adapter" in name:
+                continue
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            set_dropouts(module, 0.0)
+            config = getattr(module, "config", None)  # which some families read in each pass
+            if isinstance(config, PreTrainedConfig) and module is not self.backbone:  # whose own is exported
+                if id(config) not in configs:
+                    configs[id(config)] = set_dropouts(copy.copy(config), 0.0)
+                module.config = configs[id(config)]
+
     def base_fingerprint(self) -> str:
         """Return a short text that tells the weights under adapters from others. Collective."""
         return base_fingerprint(self.backbone)
@@ -189,6 +210,14 @@ class TokenScorer(nn.Module):
         values: Tensor = self.value_head(hidden)
         # A copy: FSDP2 hangs its backward hooks on what is returned, and cannot on a view.
         return values.squeeze(-1).to(torch.float32, copy=True)
+
+
+def set_dropouts(owner: T, value: float) -> T:
+    """Set all numbers of an object that are named dropouts, and return the object."""
+    for name, number in list(vars(owner).items()):
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(number, float):
+            setattr(owner, name, value)
+    return owner
 
 
 def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
@@ -241,7 +270,7 @@ def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
             _auto_class(head),
             config.path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=best_attention(config.attn_implementation),
+            attn_implementation=best_attention(config.attn_implementation, read_config(config.path)),
         )
 
 
@@ -276,9 +305,22 @@ def assemble(
             holds_base=holds_base,
         )
     if trainable:
+        freeze_unread(backbone)
         checkpoint_activations(backbone, config.activation_checkpointing)
     scorer = TokenScorer(backbone, value_head, head, packs=decide_packing(backbone, config.packing))
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
+
+
+def freeze_unread(backbone: PreTrainedModel) -> None:
+    """Freeze what text never reaches, such as a vision tower: it has no gradient, for which `ddp` would wait."""
+    config, text = backbone.config, backbone.get_decoder()  # type: ignore[no-untyped-call]
+    if config.get_text_config() is config or text is backbone:
+        return
+    head = backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
+    read = {id(weight) for module in (text, head) if module is not None for weight in module.parameters()}
+    for weight in backbone.parameters():
+        if id(weight) not in read:
+            weight.requires_grad_(False)
 
 
 def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
@@ -343,7 +385,7 @@ def load_backbone(config: ModelConfig, auto_class: AutoClass) -> PreTrainedModel
             auto_class,
             config.path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=best_attention(config.attn_implementation),
+            attn_implementation=best_attention(config.attn_implementation, read_config(config.path)),
         )
     check_none_missing(config.path, missing)
     return model

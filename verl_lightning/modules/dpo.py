@@ -88,6 +88,7 @@ class DPOModule(OfflineModule):
     def configure_model(self) -> None:
         is_untrained = self.actor is None
         super().configure_model()
+        self.policy.disable_dropout()
         data: Any = getattr(self.trainer, "datamodule", None)
         sources = list(getattr(data, "sources", {}).values())
         if not sources or not all(isinstance(source, PreferenceSource) for source in sources):

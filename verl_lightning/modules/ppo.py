@@ -207,6 +207,7 @@ class PPOModule(SamplingModule):
         for role in self.roles:
             with told_of("model.critic.model" if role.name == "critic" else "model.actor"):
                 models[role.name] = self.contract.make_model(role.config, role.head, trainable=role.trainable)
+                models[role.name].disable_dropout()
         self.actor, self.critic = models["actor"], models.get("critic")
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import deque
 from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from verl_lightning.compat.transformers import causal_model_class
 from verl_lightning.faults import InternalValueError
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import load_backbone
@@ -18,6 +20,20 @@ from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.running_batch import Row, RunningBatch
 from verl_lightning.rollout.stepping import Recipe, SteppingEngine
 from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
+
+
+def check_cache(config: PreTrainedConfig) -> None:
+    """Refuse a family that keeps what it has read in a cache of its own kind.
+
+    Raises:
+        ValueError: If so.
+    """
+    model = causal_model_class(config)
+    if model is not None and "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"`HFRollout` samples with transformers' key-value cache (`past_key_values`), which a `{config.model_type}`"
+            " does not take. Sample with `VLLMRollout`."
+        )
 
 
 class HFEngine(SteppingEngine):
@@ -91,12 +107,12 @@ class HFEngine(SteppingEngine):
         Raises:
             InternalValueError: If the names are not exactly those of the model.
         """
-        parameters = dict(self._running.named_parameters())
-        loaded = set()
+        parameters, loaded = dict(self._running.named_parameters()), set()
+        tensors: dict[str, Tensor] = dict(self._running.named_buffers()) | parameters
         for name, weight in weights:
-            if name not in parameters:
+            if name not in tensors:
                 raise InternalValueError(f"the policy sent the weight `{name}`, which the rollout model does not have.")
-            parameters[name].copy_(weight)
+            tensors[name].copy_(weight)
             loaded.add(name)
         if missing := parameters.keys() - loaded:
             raise InternalValueError(f"the policy did not send {len(missing)} weights, such as `{min(missing)}`.")

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from verl_lightning.compat import vllm as compat
+from verl_lightning.faults import RunError
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.processes import loopback
@@ -102,15 +103,17 @@ class VLLMEngine(SteppingEngine):
             self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones."""
+        """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones.
+
+        Raises:
+            RunError: If the engine did not get all of its weights.
+        """
         llm = self._running
         with self._watch("vLLM or the ranks that send it weights did not finish `load_weights`"):
             self._wake_weights()
-            if self._device.type == "cuda":
-                llm.apply_model(lambda model: len(model.load_weights(weights)))
-            else:  # vLLM repacks weights for CPUs, which a plain `load_weights` can't write into
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-                llm.apply_model(compat.repack_output_heads)
+            missing = compat.load_weights(llm, weights, repacks=self._device.type == "cpu")
+            if missing:
+                raise RunError(missing_weights(self.config.path, missing))
             self._wake_cache()
         self._version = version
 
@@ -338,6 +341,14 @@ class VLLMEngine(SteppingEngine):
                 f"a prompt of {prompt} tokens and a response of {response} don't fit into the engine's {limit} tokens."
                 " Lower `data.max_prompt_length` or `rollout.sampling.max_new_tokens`."
             )
+
+
+def missing_weights(path: str, names: list[str]) -> str:
+    """Say that vLLM's model has weights that no sync fills."""
+    return (
+        f"vLLM's model for `path: {path}` did not get {len(names)} of its weights from the trainer, such as"
+        f" `{names[0]}`, and would sample from random ones. Sample with `HFRollout`, or another version of vLLM."
+    )
 
 
 def gather_requests(own: Sequence[Request]) -> tuple[list[Request], slice]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from tests.families.catalog import write_folder
 from tests.strategies.megatron.cpu import pretend_cuda
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
@@ -38,6 +39,8 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.5,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+REFUSED = (("qwen2", "megatron_bridge"), ("qwen3_moe", "megatron_bridge"), ("glm4_moe", "megatron_bridge"))
+REFUSED += (("seed_oss", "megatron_bridge"), ("nemotron", "megatron_bridge"), ("qwen2", "mbridge"))
 BRIDGES: tuple[Literal["megatron_bridge", "mbridge"], ...] = ("megatron_bridge", "mbridge")
 KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -87,6 +90,18 @@ def convert(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
     }
 
 
+def refusals(folder: Path, strategies: dict[str, MegatronStrategy]) -> dict[str, str]:
+    """What is said of models that Megatron, or a bridge, would make another of, or can't make."""
+    said = {}
+    for family, bridge in REFUSED:
+        path = write_folder(folder / family, family)
+        try:
+            strategies[bridge].make_model(ModelConfig(path=str(path)), "policy", trainable=False)
+        except ValueError as error:
+            said[f"{family} by {bridge}"] = str(error)
+    return said
+
+
 def take_apart(path: Path, strategy: MegatronStrategy, head: Head, folder: Path) -> dict[str, Any]:
     """The state in a checkpoint of a model, read without Megatron, beside that of transformers' model."""
     config = ModelConfig(path=str(path))
@@ -130,6 +145,7 @@ def convert_all(folder: Path) -> None:
                 results[f"{path.name} by {name}"] = convert(path, strategy)
         head: Head = "value" if kind == "qwen2" else "policy"
         results[f"{kind} apart"] = take_apart(path, strategies["megatron_bridge"], head, folder / kind)
+    results["refused"] = refusals(folder, strategies)
     results["killed"] = str(folder / "llama")
     torch.save(results, folder / "results.pt")
     model = cast(MegatronScorer, strategy.make_model(ModelConfig(path=str(path)), "policy", trainable=True))

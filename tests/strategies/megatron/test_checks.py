@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from peft import PeftModel
@@ -159,3 +161,18 @@ def test_a_checkpoint_is_taken_apart_without_megatron(conversions, model):
         name.rpartition(".self_attn.")[2]: float(mark.flatten()[0]) for name, mark in marks.items() if ".0." in name
     }
     assert first["q_proj.weight"] == first["k_proj.weight"] == first["v_proj.weight"] != first["o_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("qwen2 by megatron_bridge", "does not carry over `use_sliding_window: True`, `sliding_window: 3`"),
+        ("qwen3_moe by megatron_bridge", r"does not carry over `mlp_only_layers: \[0\]` of its `config.json`"),
+        ("glm4_moe by megatron_bridge", "Megatron can't make this model without TransformerEngine"),
+        ("nemotron by megatron_bridge", "Megatron can't make this model without TransformerEngine"),
+        ("seed_oss by megatron_bridge", "Megatron-Bridge can't map this model"),
+        ("qwen2 by mbridge", "it knows no sliding window"),
+    ],
+)
+def test_models_that_would_become_others_are_refused(conversions, kind, message):
+    assert re.search(message, conversions["refused"][kind])
