@@ -226,6 +226,21 @@ class RolloutCallback(Callback):
         self._make_ready(trainer)
 
     @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_ready(trainer)
+
+    @override
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "predict")
+
+    @override
     def on_validation_batch_start(
         self,
         trainer: Trainer,

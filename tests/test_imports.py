@@ -36,7 +36,7 @@ ALLOWED = {
     "rollout": BASE | {"models", "ray"},
     "strategies": BASE | {"models"},
     "telemetry": BASE | {"models", "strategies"},
-    "modules": BASE | {"algorithms", "models", "rewards", "rollout", "strategies", "telemetry"},
+    "modules": BASE | {"algorithms", "data", "models", "rewards", "rollout", "strategies", "telemetry"},
     "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "telemetry", "modules"},
 }
 BELOW_CLI = BASE | ALLOWED.keys()

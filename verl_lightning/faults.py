@@ -36,7 +36,8 @@ LIBRARIES_ERRORS = {
 
 NO_PREDICT = (
     "`predict` is not offered. Sample with transformers or vLLM from the folder that `HFCheckpoint` or `verl-export`"
-    " writes, or have `SamplesTable` keep the responses of `validate`."
+    " writes, in Python with `trainer.predict` of a `PPOModule`, or have `SamplesTable` keep the responses of"
+    " `validate`."
 )
 """Message about `predict`, which Lightning offers and this package does not, with what to use instead."""
 

@@ -44,6 +44,8 @@ def hide_training_warnings() -> None:
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     # Metrics of an evaluation are the same on all ranks before they are logged.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test|timing_s|perf)\b")
+    # The modules make batches of a user's rows, and leave those of a data module as they are.
+    warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in")
 
 
 def hide_accumulation_warning() -> None:

@@ -64,7 +64,8 @@ class TokenizedDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
         self._num_embeddings = getattr(trainer.lightning_module, "num_embeddings", None)
-        name = {"validate": "val_files", "test": "test_files"}.get(stage, "train_files")
+        predicted = "test_files" if self.test_files else "val_files"
+        name = {"validate": "val_files", "test": "test_files", "predict": predicted}.get(stage, "train_files")
         if not getattr(self, name):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
         if stage == "fit":
@@ -81,6 +82,9 @@ class TokenizedDataModule(LightningDataModule):
         if stage == "test":
             with told_of("data.test_files"):
                 self._loaders["test"] = self._eval_loader(self.test_files, trainer, tokenizer)
+        if stage == "predict":
+            with told_of(f"data.{predicted}"):
+                self._loaders["predict"] = self._eval_loader(getattr(self, predicted), trainer, tokenizer)
 
     def _train_loader(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> TrainLoader:
         rank, world_size = data_parallel_rank_and_size(trainer)
@@ -111,6 +115,11 @@ class TokenizedDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> TrainLoader:
+        if "train" not in self._loaders:
+            raise RuntimeError(
+                f"`{type(self).__name__}.train_dataloader` comes after `setup`, which needs the tokenizer of the module"
+                " in training: `trainer.fit(module, datamodule=...)` calls both."
+            )
         return cast(TrainLoader, self._loaders["train"])
 
     @override
@@ -120,6 +129,10 @@ class TokenizedDataModule(LightningDataModule):
     @override
     def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
         return cast(EvalLoader, self._loaders.get("test", []))
+
+    @override
+    def predict_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        return cast(EvalLoader, self._loaders.get("predict", []))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -137,9 +137,8 @@ class PromptDataModule(TokenizedDataModule):
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         found = read_prompt_rows(files, self.columns)
-        rows = [_checked(row) for row in found]
-        texts = [_text(row, tokenizer, self.enable_thinking) for row in rows]
-        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking)
+        rows, ids = [row for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
         self.check_tokens(ids, [row.name for row in rows], tokenizer)
         kept = within_limit(
             [len(row_ids) for row_ids in ids],
@@ -181,6 +180,25 @@ class PromptDataModule(TokenizedDataModule):
     @override
     def eval_batch_size(self, world_size: int) -> int:
         return _share(self.val_batch_size, world_size, "val_batch_size")
+
+
+def tokenize_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None
+) -> list[tuple[Row, list[int]]]:
+    """Checks rows of prompts, and returns each with its tokens.
+
+    Args:
+        rows: Rows in the layout of `read_prompt_rows`.
+        tokenizer: Tokenizer with a chat template.
+        enable_thinking: Value for rows that have none; None leaves it to the template.
+
+    Raises:
+        ValueError: If a row is not as described.
+    """
+    checked = [_checked(row) for row in rows]
+    texts = [_text(row, tokenizer, enable_thinking) for row in checked]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return list(zip(checked, ids, strict=True))
 
 
 def files_by_source(rows: Iterable[Row]) -> dict[str, list[str]]:

@@ -49,7 +49,7 @@ def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | No
     Raises:
         ValueError: If a file or row is not as described.
     """
-    return [_prompt_row(renamed(row, columns)) for row in read_rows(files, columns=())]
+    return [prompt_row(renamed(row, columns)) for row in read_rows(files, columns=())]
 
 
 def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
@@ -63,7 +63,7 @@ def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None
     Raises:
         ValueError: If a file or row is not as described.
     """
-    return [_chat_row(renamed(row, columns)) for row in read_rows(files, columns=())]
+    return [chat_row(renamed(row, columns)) for row in read_rows(files, columns=())]
 
 
 def renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
@@ -83,7 +83,12 @@ def renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
     return replace(row, values=values)
 
 
-def _prompt_row(row: Row) -> Row:
+def prompt_row(row: Row) -> Row:
+    """Returns a row of prompts in the layout of `read_prompt_rows`.
+
+    Raises:
+        ValueError: If the row is not as described there.
+    """
     values = dict(row.values)
     if values.get("prompt") is None:
         raise _missing(row, "prompt", {"prompt": _QUESTIONS, "ground_truth": _ANSWERS})
@@ -97,7 +102,12 @@ def _prompt_row(row: Row) -> Row:
     return replace(row, values=values)
 
 
-def _chat_row(row: Row) -> Row:
+def chat_row(row: Row) -> Row:
+    """Returns a row of conversations in the layout of `read_chat_rows`.
+
+    Raises:
+        ValueError: If the row is not as described there.
+    """
     values = dict(row.values)
     if values.get("messages") is not None:
         values["messages"] = as_messages(values["messages"], "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -28,6 +28,7 @@ from verl_lightning.models.pretrained import read_config, read_generation_config
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.modules.generating import generate
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
 from verl_lightning.modules.monitors import check_monitors
@@ -46,6 +47,7 @@ from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.modules.run_settings import SETTINGS_KEY, KeepPatience, tell_changes, training_settings
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
+from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
@@ -271,10 +273,28 @@ class PostTrainingModule(LightningModule):
             " `verl-export`."
         )
 
+    def generate(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """Answers a conversation with the policy as it is now; before training, with the model at its path.
+
+        Args:
+            messages: Chat messages, each with ``role`` and ``content``; a text is what the user says.
+            max_new_tokens: Longest answer, in tokens.
+            temperature: Softmax temperature; 0 is greedy.
+            seed: Seed of an answer that is not greedy.
+        """
+        return generate(self, messages, SamplingConfig(max_new_tokens=max_new_tokens, temperature=temperature), seed)
+
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
         # The first hook of all, before Lightning's own refusals, which can't name our options.
-        if self.trainer.predicting:
+        if self.trainer.predicting and type(self).predict_step is LightningModule.predict_step:
             raise MisconfigurationException(NO_PREDICT)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:

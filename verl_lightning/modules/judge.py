@@ -130,7 +130,7 @@ class Judge:
             rollout: Sampled responses.
             rows: The prompts' data rows; ``rollout.prompt_index`` points into them.
         """
-        responses = self._decode(rollout)
+        responses = response_texts(rollout, self._tokenizer, skip_special_tokens=self._config.skip_special_tokens)
         prompts = [rows[index] for index in rollout.prompt_index.tolist()]
         is_truncated = rollout.is_truncated.tolist()
         results = self._pool.score(
@@ -157,10 +157,13 @@ class Judge:
             self._has_warned = True
             rank_zero_warn(f"The reward {self._config.label} {warning}")
 
-    def _decode(self, rollout: Rollout) -> list[str]:
-        lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
-        tokens = [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
-        return self._tokenizer.batch_decode(tokens, skip_special_tokens=self._config.skip_special_tokens)
+
+def response_texts(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> list[str]:
+    """Returns each response as text, without padding."""
+    lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
+    tokens = [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=skip_special_tokens)
+    return texts
 
 
 def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> str | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -239,6 +240,11 @@ class PPOModule(SamplingModule):
     @override
     def on_train_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
+        if not isinstance(getattr(loader, "batch_size", None), int):
+            raise MisconfigurationException(
+                f"the training loader, a `{type(loader).__name__}`, has no `batch_size`, the prompts of a step on each"
+                " rank. Use torch's `DataLoader(rows, batch_size=64, collate_fn=list)` or a `PromptDataModule`."
+            )
         ranks = self.contract.data_parallel_size
         self.plan = BatchPlan(
             prompts_per_step=loader.batch_size * ranks,

@@ -9,12 +9,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from verl_lightning.data.own_rows import prompt_batch
 from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import Judge, RewardResult
+from verl_lightning.modules.judge import Judge, RewardResult, response_texts
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -141,6 +142,8 @@ class SamplingModule(PostTrainingModule):
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._check_lengths(stage)
+        if stage == "predict":  # whose rows may lack what rewards need
+            return
         self._judge = Judge(self.reward_config, self.tokenizer)
         if self.contract.model_parallel_rank == 0:
             with told_of("model.reward"):
@@ -160,6 +163,24 @@ class SamplingModule(PostTrainingModule):
             check_length("sampling", longest, self.rollout_source.sampling, limit)
         if stage != "fit" or self.trainer.enable_validation:
             check_length("val_sampling", longest, self.rollout_source.val_sampling, limit)
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PromptBatch:
+        if isinstance(batch, PromptBatch):
+            return batch
+        return prompt_batch(batch, self.tokenizer, needs_truth=not self.trainer.predicting)
+
+    @override
+    def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """Returns the batch's responses, each with its ``prompt``, its row and whether it ``is_truncated``."""
+        rollout = given_rollout(batch.rollout, "rollout")
+        texts = response_texts(rollout, self.tokenizer, skip_special_tokens=True)
+        found = zip(rollout.prompt_index.tolist(), texts, rollout.is_truncated.tolist(), strict=True)
+        return [
+            {"prompt": batch.rows[row]["prompt"], "response": text, "is_truncated": is_cut, "row": batch.rows[row]}
+            for row, text, is_cut in found
+            if not batch.is_duplicate[row]
+        ]
 
     @override
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:

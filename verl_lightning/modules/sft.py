@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.data.own_rows import chat_batch
 from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig
@@ -37,6 +38,10 @@ class SFTModule(OfflineModule):
         self, actor: ModelConfig | str, max_tokens_per_micro_batch: int | None = None, *, lr: float | None = None
     ) -> None:
         super().__init__(as_model(actor, lr), max_tokens_per_micro_batch)
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
+        return batch if isinstance(batch, TokenBatch) else chat_batch(batch, self.tokenizer)
 
     @override
     def count(self, batch: TokenBatch) -> Tensor:

@@ -1,0 +1,106 @@
+"""Batches of rows that a loader of the user's yields, such as torch's ``DataLoader`` over a list of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl_lightning.data.chat import ChatDataset, tokenize_chats
+from verl_lightning.data.files import Row
+from verl_lightning.data.prompts import PromptDataset, tokenize_prompts
+from verl_lightning.data.rows import chat_row, prompt_row
+from verl_lightning.types import PromptBatch, TokenBatch
+
+
+def prompt_batch(batch: Any, tokenizer: PreTrainedTokenizerBase, *, needs_truth: bool) -> PromptBatch:
+    """Makes a batch of prompts of rows; samples of a row draw the same numbers wherever the row comes from.
+
+    Args:
+        batch: What the loader has yielded: rows as those of a data file, or their columns.
+        tokenizer: The policy's tokenizer.
+        needs_truth: True where responses are judged, so that each row needs a ``ground_truth``.
+
+    Raises:
+        ValueError: If a row is not as described.
+        MisconfigurationException: If these are no rows.
+    """
+    found = rows_of(batch)
+    if not needs_truth:
+        found = [{"ground_truth": "", **row} for row in found]
+    tokenized = tokenize_prompts([prompt_row(row) for row in named(found)], tokenizer, None)
+    rows, ids = [row.values for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
+    dataset = PromptDataset(rows, ids, [digest(row) for row in found], pad_token_id=tokenizer.pad_token_id)
+    return dataset.batch(list(range(len(rows))), [False] * len(rows))
+
+
+def chat_batch(batch: Any, tokenizer: PreTrainedTokenizerBase) -> TokenBatch:
+    """Makes a batch of conversations of rows; every turn of the assistant is trained.
+
+    Args:
+        batch: What the loader has yielded: rows as those of a data file, or their columns.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        ValueError: If a row is not as described.
+        MisconfigurationException: If these are no rows.
+    """
+    rows = [chat_row(row) for row in named(rows_of(batch))]
+    chats = tokenize_chats(rows, tokenizer, supervise="all", enable_thinking=None)
+    fields = ChatDataset(chats, pad_token_id=tokenizer.pad_token_id).batch(
+        list(range(len(chats))), [False] * len(chats)
+    )
+    return TokenBatch(**fields)
+
+
+def rows_of(batch: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a batch; of one that torch's default collation has turned into columns, too.
+
+    Raises:
+        MisconfigurationException: If these are no rows.
+    """
+    if isinstance(batch, Mapping) and (sizes := {size_of(column) for column in batch.values()}) and len(sizes) == 1:
+        return [{name: element(column, index) for name, column in batch.items()} for index in range(sizes.pop())]
+    if isinstance(batch, list | tuple) and batch and all(isinstance(row, Mapping | str) for row in batch):
+        return [{"prompt": row} if isinstance(row, str) else dict(row) for row in batch]
+    raise MisconfigurationException(
+        f"a loader yielded a `{type(batch).__name__}` in the place of rows. Have it yield lists of rows as those of a"
+        " data file: `DataLoader(rows, batch_size=8, collate_fn=list)`; or use the data modules of `verl_lightning`."
+    )
+
+
+def size_of(column: Any) -> int:
+    """Number of rows of a column that torch's default collation has made."""
+    if isinstance(column, Mapping):
+        return size_of(next(iter(column.values())))
+    if isinstance(column, list | tuple) and isinstance(column[0], Mapping | list | tuple):
+        return size_of(column[0])
+    return len(column)
+
+
+def element(column: Any, index: int) -> Any:
+    """Value of one row in such a column: lists of rows have become lists of columns, one for each position."""
+    if isinstance(column, Mapping):
+        return {name: element(inner, index) for name, inner in column.items()}
+    if isinstance(column, list | tuple) and isinstance(column[0], Mapping | list | tuple):
+        return [element(inner, index) for inner in column]
+    return column[index].tolist() if isinstance(column, Tensor) else column[index]
+
+
+def named(rows: list[dict[str, Any]]) -> list[Row]:
+    """Rows with names for messages."""
+    return [
+        Row(values=row, name=f"row {number} of a loader's batch", file="data")
+        for number, row in enumerate(rows, start=1)
+    ]
+
+
+def digest(row: Mapping[str, Any]) -> int:
+    """A number that stands for a row's content, from which its samples' seeds follow."""
+    text = json.dumps(row, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
