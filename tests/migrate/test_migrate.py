@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.toy import ParsedCLI
 from verl_lightning.cli import main
-from verl_lightning.migrate.reading import read_verl
+from verl_lightning.migrate.reading import parse_value, read_verl
 from verl_lightning.migrate.report import migrate
 
 SCRIPT = r"""
@@ -275,13 +275,84 @@ def exit_code(words):
         (["nowhere.yaml"], "neither a file nor an override"),
         (["trainer.nnodes=1", "algorithm.gamma=x"], "`algorithm.gamma` must be a number, got 'x'"),
         (["trainer.nnodes=1", "nonsense"], "expected an override of verl's"),
+        (
+            ["foreign.yaml"],
+            "`foreign.yaml` is no configuration of verl's: 2 of 2 keys are not verl's (`model.class_path`",
+        ),
+        (["setup.sh"], "`setup.sh` has no settings of verl's or TRL's: it starts no trainer"),
+        (["evaluate.sh"], "`evaluate.sh` has no settings of verl's or TRL's: it starts no trainer"),
     ],
 )
 def test_mistakes_say_what_to_do(tmp_path, monkeypatch, capsys, words, message):
     """One sentence, no traceback."""
     monkeypatch.chdir(tmp_path)
+    write(tmp_path, "model: {class_path: LitModel, init_args: {width: 3}}", "foreign.yaml")
+    write(tmp_path, "pip install verl\nexit 0\npython -m verl.trainer.main_ppo trainer.nnodes=2", "setup.sh")
+    write(tmp_path, "python -m verl.trainer.main_eval data.path=x trainer.nnodes=2", "evaluate.sh")
     assert exit_code(["migrate", *words]) == 2
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("migrated*"))
+
+
+CHOICES = """
+STRATEGY=${STRATEGY:-fsdp2}
+case $STRATEGY in fsdp2) lr=1e-6 ;; *) lr=2e-6 ;; esac
+if [ -f /.dockerenv ]; then tp=4; else tp=1; fi
+python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=$lr \\
+    actor_rollout_ref.actor.strategy=$STRATEGY actor_rollout_ref.rollout.tensor_model_parallel_size=$tp
+"""
+
+
+def test_what_a_shell_decides_is_told_with_its_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, CHOICES)
+    assert exit_code(["migrate", "run.sh"]) == 0
+    report = (tmp_path / "migrated.report.md").read_text()
+    assert (
+        "| `STRATEGY` is not set: its default `fsdp2` is taken | `actor_rollout_ref.actor.optim.lr`, `actor_" in report
+    )
+    assert "| of `case $STRATEGY`, the branch `fsdp2` is taken | `actor_rollout_ref.actor.optim.lr` |" in report
+    assert (
+        "| a shell decides `if [ -f /.dockerenv ]`: it is taken that it does not hold | `actor_rollout_ref.rol"
+        in report
+    )
+    assert "3 things that a shell decides were taken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "expected"),
+    [
+        ("actor_rollout_ref.actor.checkpoint.async_save=True", "fsdp.async_save", True),
+        ("actor_rollout_ref.model.lora.type=canonical_lora", "model.init_args.actor.lora.rank", 8),
+        (
+            "actor_rollout_ref.model.lora.target_modules=[linear_q,linear_fc2]",
+            "model.init_args.actor.lora.target_modules",
+            ["q_proj", "down_proj"],
+        ),
+    ],
+)
+def test_what_exists_here_is_translated(word, key, expected):
+    given = read_verl(None, ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora.rank=8", word])
+    migration = migrate(given)
+    value = migration.settings
+    for part in key.split("."):
+        value = value[part]
+    assert value == expected
+    assert fates(migration)[word.partition("=")[0]] == "translated"
+
+
+def test_conversations_say_how_they_are_sampled_here():
+    group = "actor_rollout_ref.rollout.multi_turn"
+    lines = migrate(read_verl(None, [f"{group}.enable=True", f"{group}.max_assistant_turns=5"])).lines
+    assert "`--rollout.turns.environment` and `--rollout.turns.max_turns 5`" in lines[0].words
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("[a,{b:1,c:'x,y'}]", ["a", {"b": 1, "c": "x,y"}]), ("{a:[1,2]}", {"a": [1, 2]}), ("'[0.9,0.95]'", "[0.9,0.95]")],
+)
+def test_values_are_read_as_hydra_does(text, value):
+    assert parse_value(text) == value
 
 
 @pytest.mark.oracle

@@ -48,5 +48,5 @@ def test_a_call_that_waits_too_long_is_cancelled(make_sample, start_pool):
 
 
 def test_the_bound_is_for_async_functions(start_pool):
-    with pytest.raises(ValueError, match="`reward.max_concurrency: 8` is for functions that are defined with `async"):
+    with pytest.raises(ValueError, match="`model.reward.max_concurrency: 8` is for functions that are defined with"):
         start_pool("reward_functions.py:number", max_concurrency=8)

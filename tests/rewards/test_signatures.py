@@ -95,7 +95,9 @@ def test_lists_of_another_length_are_mistakes(samples, returned, message):
 
 
 def test_columns_that_the_row_lacks_are_mistakes(samples):
-    message = "takes `solution`, which neither the row nor `reward.arguments` has. The row's own columns, `extra_info` "
+    message = (
+        "takes `solution`, which neither the row nor `model.reward.arguments` has. The row's own columns, `extra_info` "
+    )
     with pytest.raises(RewardMistakeError, match=re.escape(f"{message}included, are: answer, level.")):
         bind(lambda completions, solution: []).judge(samples)
 

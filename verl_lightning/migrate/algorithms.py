@@ -74,6 +74,7 @@ ALGORITHM_DEFAULTS: dict[str, Any] = {
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.kl_ctrl.target_kl": 0.1,
     f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.bypass_mode": False,
     f"{ACTOR}.clip_ratio": 0.2,
     f"{ACTOR}.clip_ratio_low": 0.2,
     f"{ACTOR}.clip_ratio_high": 0.2,
@@ -101,6 +102,8 @@ def translate_advantage(verl: VerlConfig) -> Findings:
     ours = ESTIMATORS.get(name, "GRPO")
     yield Setting(key="model.init_args.advantage.class_path", value=ours, sources=(key,) if name in ESTIMATORS else ())
     options = {"GAE": ["gamma", "lam"], "ReinforcePlusPlus": ["gamma"]}.get(ours, [])
+    if ours == "GDPO":
+        yield from translate_weights(verl)
     for option in ("gamma", "lam"):
         source = f"algorithm.{option}"
         if option in options:
@@ -115,6 +118,18 @@ def translate_advantage(verl: VerlConfig) -> Findings:
         yield Setting(key=target, value=bool(verl[source]), sources=(source,))
     elif source in verl.given:
         yield Remark(source=source, reason=f"for GRPO; `{ours}` is in use", needed=False)
+
+
+def translate_weights(verl: VerlConfig) -> Findings:
+    """Translates the rewards of GDPO, each by the name under which the reward function returns it."""
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    names = verl[keys] if isinstance(verl[keys], list) else []
+    factors = verl[weights] if isinstance(verl[weights], list) else [1.0] * len(names)
+    if not names or len(factors) != len(names):
+        yield Remark(source="algorithm.adv_estimator", reason="set `model.advantage.weights` to each reward's weight")
+    value = {str(name): float(factor) for name, factor in zip(names, factors, strict=False)}
+    sources = (keys, weights) if weights in verl.given else (keys,)
+    yield Setting(key="model.init_args.advantage.init_args.weights", value=value or {"score": 1.0}, sources=sources)
 
 
 def translate_loss(verl: VerlConfig) -> Findings:
@@ -153,7 +168,7 @@ def translate_kl(verl: VerlConfig) -> Findings:
         reason = "the penalty stands in one place, and the loss has it"
         yield Remark(source=in_reward, reason=reason, needed=bool(verl[in_reward]))
     elif verl[in_reward]:
-        yield Setting(key=f"{group}.place", value="reward", sources=(in_reward,))
+        yield Setting(key=f"{group}.place", value="reward", sources=(in_reward, in_loss))
         coef = "algorithm.kl_ctrl.kl_coef"
         yield Setting(key=f"{group}.coef", value=verl.number(coef), sources=(coef,))
         yield from translate_kl_estimator(verl, "algorithm.kl_penalty", shapes_gradient=False)

@@ -20,6 +20,9 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "sequence_parallel": True,
     "use_distributed_optimizer": True,
+    "ulysses_sequence_parallel_size": 1,
+    "vanilla_mbridge": False,
+    "override_transformer_config.attention_backend": "flash",
 }
 SIZES = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -60,6 +63,18 @@ def translate_strategy(engine: str, source: str) -> Findings:
             sources=(source,),
             note=f"there is no engine {engine}; fsdp in its place",
         )
+
+
+def translate_async_save(verl: VerlConfig, key: str, engine: str) -> Findings:
+    """Translates checkpoints that are written while training goes on."""
+    if verl[key] and engine == "megatron":
+        yield Remark(
+            source=key, reason="`megatron` writes a checkpoint before training goes on; `fsdp` has `async_save`"
+        )
+    elif verl[key]:
+        yield Setting(key="fsdp.async_save", value=True, sources=(key,))
+    elif key in verl.given:
+        yield Remark(source=key, reason="off: a checkpoint is written before training goes on", needed=False)
 
 
 def translate_fsdp(verl: VerlConfig, group: str, actor: str) -> Findings:

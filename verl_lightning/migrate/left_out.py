@@ -12,6 +12,9 @@ from verl_lightning.migrate.parts import Remark
 OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled", "???")
 """Values with which a feature of verl's is off."""
 
+UNKNOWN_KEY = "this key is not known"
+"""Reason that is given for a key without an entry."""
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -52,6 +55,16 @@ OWN_FILES = (
 """Names of verl's own files, which a `defaults` list may give."""
 
 LEFT_OUT: list[LeftOut] = [
+    *missing("training and sampling take turns; `RayRollout` samples one step ahead with `overlap: true`",
+             "async_training.*", "rollout.*"),
+    *missing("an option of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help`",
+             "*.mindspeed.*", "*.actor.engine.*", "*.ref.engine.*", "critic.engine.*", "*.actor.model_engine",
+             "engine.?p", "engine.?p_size", "engine.etp", "engine.vpp", "engine.distributed_strategy",
+             "engine.impl_cfg.*", "engine.attention_backend_override"),
+    *missing("`trainer.precision` says the types", "*.mixed_precision.*", "*.mixed_precision",
+             off=("bf16", "bfloat16", "fp32", "float32")),
+    *missing("tokens of several turns are kept by `rollout.turns`", "data.continuous_token.*"),
+    *missing("the learning rate starts at 0", "*optim.init_lr_ratio", "*optim.lr_warmup_init"),
     *needless("names a class of verl's", "_target_", "*._target_"),
     *needless("each recorded step has a trace of its own, of all roles: see `profile`", "*.profiler.*",
               "global_profiler.*", "profiler.*", "trainer.profile_*"),
@@ -74,7 +87,8 @@ LEFT_OUT: list[LeftOut] = [
     *missing("an option of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help`", "*.veomni.*",
              "*.torchtitan.*", "*.automodel.*", off=()),
     *needless("one implementation of workers", "use_legacy_worker_impl", "trainer.use_legacy_worker_impl"),
-    *needless("chooses Hydra files of verl's; `trainer.strategy` chooses here", "model_engine", "optim", "*@*"),
+    *needless("chooses Hydra files of verl's; `trainer.strategy` chooses here", "model_engine", "optim", "model",
+              "engine", "*@*"),
     *missing("one trainer, which samples and learns in turns", "trainer.v1.*",
              off=("sync", 1, 4, 8, 0.4, 0.05, 0.03, 2, 3, True, "drop")),
     *needless("one trainer", "trainer.use_v1"),
@@ -99,7 +113,7 @@ LEFT_OUT: list[LeftOut] = [
     *missing("an engine is shared by tensors alone, with `VLLMRollout`", "*.rollout.tensor_model_parallel_size",
              "*.rollout.data_parallel_size", "*.rollout.expert_parallel_size",
              "*.rollout.pipeline_model_parallel_size", off=(1,)),
-    *missing("agents and turns with tools are not sampled", "*.rollout.multi_turn.enable",
+    *missing("agent loops and tools are an `Environment` here: see `rollout.turns` in docs/rollout.md",
              "*.rollout.agent.agent_loop_config_path", "*.rollout.agent.custom_async_server.*", "data.tool_config_path",
              "data.function_tool_path"),
     *needless("of turns with tools, which are off", "*.rollout.multi_turn.*"),
@@ -154,7 +168,7 @@ LEFT_OUT: list[LeftOut] = [
               "*checkpoint.strict", "*checkpoint.mbridge_config*", "*.dist_ckpt*", "*.distrib_optim*",
               "*.use_dist_checkpointing", "*.dist_checkpointing_p*", "trainer.max_critic_ckpt_to_keep",
               "trainer.default_hdfs_dir", "trainer.del_local_ckpt_after_load"),
-    *missing("checkpoints are written before training goes on", "*checkpoint.async_save"),
+    *needless("the critic is saved with the actor, as the actor's says", "critic.checkpoint.async_save"),
     *needless("give `--ckpt_path auto` for what verl calls `auto`, `last` to go on with a run", "trainer.resume_mode"),
     *missing("verl's checkpoints are not read; export to a Hugging Face folder and give it as `path`",
              "trainer.resume_from_path", off=()),
@@ -193,7 +207,8 @@ LEFT_OUT: list[LeftOut] = [
     *needless("of an option that is off", "*.tiled_mlp.*", "*.mtp.*_factor", "*.mtp.speculative_*", "*.mtp.method",
               "*.mtp.num_speculative_tokens"),
     *missing("no multi-token prediction", "*.mtp.*"),
-    *missing("adapters are LoRA's", "*lora.type", "*lora.dropout_position", off=("lora", "pre")),
+    *missing("the dropout stands before the adapter", "*lora.dropout_position", off=("pre",)),
+    *missing("adapters are whole on each rank of a layer", "*lora.fully_sharded_loras"),
     *needless("`lora.merge_for_rollout` decides; `B` starts at zero", "*lora.merge", "*lora.lora_*_init_method",
               "*lora.a2a_experimental", "*lora.dtype"),
     *needless("of recomputation that is off, or of one kind", "*.recompute_*"),
@@ -226,7 +241,7 @@ def remark_on(key: str, value: Any, table: list[LeftOut] = LEFT_OUT) -> Remark:
         if entry.needed and is_off:
             return Remark(source=key, reason=entry.otherwise or f"off ({entry.reason})", needed=False)
         return Remark(source=key, reason=entry.reason, needed=entry.needed)
-    return Remark(source=key, reason="this key is not known", needed=True)
+    return Remark(source=key, reason=UNKNOWN_KEY, needed=True)
 
 
 def is_used(value: Any, off: tuple[Any, ...]) -> bool:

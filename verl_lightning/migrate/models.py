@@ -23,11 +23,31 @@ OPTIM_DEFAULTS: dict[str, Any] = {
     "betas": [0.9, 0.999],
     "weight_decay": 0.01,
     "clip_grad": 1.0,
+    "lr_scheduler_type": "constant",
     "lr_warmup_steps": -1,
     "lr_warmup_steps_ratio": 0.0,
     "min_lr_ratio": 0.0,
 }
-MEGATRON_LINEARS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+LINEARS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_q": ["q_proj"],
+    "linear_k": ["k_proj"],
+    "linear_v": ["v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc1_gate": ["gate_proj"],
+    "linear_fc1_up": ["up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+"""Transformers' names of linear layers, as most families have them, for Megatron's."""
+
+ALL_LINEARS = {name for names in LINEARS.values() for name in names}
+ADAPTERS = {
+    "lora": "",
+    "canonical_lora": "`fsdp` gives each projection an adapter of its own, as this type does; under `megatron`, those"
+    " that are fused share one",
+}
+"""Note on each of verl's types of adapters that is trained here."""
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
@@ -66,25 +86,37 @@ def translate_lora(verl: VerlConfig, model: str, ours: str) -> Findings:
     else:
         yield from no_adapters(verl, model)
         return
+    kind = f"{model}.lora.type"
     for name, verl_name in names.items():
         value = verl[f"{model}.{verl_name}"]
         if value is not None:
             yield lora_setting(f"{ours}.{name}", name, value, f"{model}.{verl_name}")
+    if kind in verl.given and verl[kind] in ADAPTERS:
+        rank = f"{model}.{names['rank']}"
+        yield Setting(key=f"{ours}.rank", value=verl.whole(rank), sources=(kind,), note=ADAPTERS[str(verl[kind])])
+    elif kind in verl.given:
+        yield Remark(source=kind, reason=f"there are no adapters of the type {verl[kind]}; LoRA in its place")
     used = {f"{model}.{verl_name}" for verl_name in names.values()}
     for key in verl.given:
         if key.startswith(f"{model}.{other}") and key not in used and key.removeprefix(f"{model}.") not in LORA_REST:
             yield Remark(source=key, reason="the other form of the LoRA keys is in use", needed=False)
 
 
-LORA_REST = {f"lora.{name}" for name in ("type", "merge", "dropout_position", "lora_A_init_method", "dtype")}
+LORA_REST = {
+    f"lora.{name}"
+    for name in ("type", "fully_sharded_loras", "merge", "dropout_position", "lora_A_init_method", "dtype")
+}
 """Structured LoRA keys that the table of what is left out knows."""
 
 
 def lora_setting(key: str, name: str, value: Any, source: str) -> Setting:
     """Translates one option of adapters, with Megatron's names of linear layers in transformers' terms."""
-    if name == "target_modules" and isinstance(value, list) and set(value) <= MEGATRON_LINEARS:
-        note = "" if set(value) == MEGATRON_LINEARS else "verl names some of Megatron's layers; here all linear layers"
-        return Setting(key=key, value="all-linear", sources=(source,), note=note)
+    if name in ("target_modules", "exclude_modules") and isinstance(value, list) and set(value) & LINEARS.keys():
+        names = list(dict.fromkeys(own for given in value for own in LINEARS.get(given, [given])))
+        note = "by transformers' names of the layers"
+        if set(names) == ALL_LINEARS and name == "target_modules":
+            return Setting(key=key, value="all-linear", sources=(source,))
+        return Setting(key=key, value=names, sources=(source,), note=note)
     if name in ("rank", "alpha"):
         value = int(value) if name == "rank" else float(value)
     if name == "exclude_modules" and isinstance(value, str):
@@ -114,8 +146,7 @@ def translate_optim(
     """
     for name in ("lr", "weight_decay"):
         yield Setting(key=f"{ours}.{name}", value=verl.number(f"{group}.{name}"), sources=(f"{group}.{name}",))
-    betas = [float(beta) for beta in verl[f"{group}.betas"]]
-    yield Setting(key=f"{ours}.betas", value=betas, sources=(f"{group}.betas",))
+    yield Setting(key=f"{ours}.betas", value=verl.numbers(f"{group}.betas"), sources=(f"{group}.betas",))
     norm = verl.first(*((clip,) if clip else ()), f"{group}.clip_grad")
     sources = tuple(key for key in (clip, f"{group}.clip_grad") if key in verl.given and (key == norm))
     yield Setting(key=f"{ours}.max_grad_norm", value=verl.number(norm), sources=sources or (norm,))

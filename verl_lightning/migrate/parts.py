@@ -71,6 +71,23 @@ class VerlConfig:
             raise ValueError(f"verl's `{key}` must be a number, got {value!r}. Give it behind the file: `{key}=1`.")
         return float(value)
 
+    def numbers(self, key: str) -> list[float]:
+        """Returns the value of a key as a list of numbers, also where quotation marks made a text of it.
+
+        Raises:
+            ValueError: If the value is something else.
+        """
+        value = self[key]
+        if isinstance(value, str):
+            value = [part.strip() for part in value.strip("'\"[]() ").split(",")]
+        try:
+            return [float(part) for part in value]
+        except (TypeError, ValueError) as error:
+            message = (
+                f"verl's `{key}` must be a list of numbers, got {self[key]!r}. Give it behind the file: `{key}=[1]`."
+            )
+            raise ValueError(message) from error
+
     def whole(self, key: str) -> int:
         """Returns the value of a key as a whole number, which Hydra may hold as a float.
 

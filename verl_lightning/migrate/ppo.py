@@ -18,6 +18,7 @@ from verl_lightning.migrate.engines import (
     other_roles,
     recompute_key,
     sharing_ranks,
+    translate_async_save,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -48,6 +49,8 @@ DEFAULTS: dict[str, Any] = (
     }
     | {
         f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.use_dynamic_bsz": False,
+        f"{ACTOR}.ulysses_sequence_parallel_size": 1,
         "critic.optim.lr": 1e-5,
         f"{ACTOR}.strategy": "fsdp",
         f"{ACTOR}.ppo_mini_batch_size": 256,
@@ -63,6 +66,7 @@ DEFAULTS: dict[str, Any] = (
         "data.max_response_length": 512,
         "data.truncation": "error",
         "data.shuffle": True,
+        "data.filter_overlong_prompts": False,
         f"{ROLLOUT}.name": "vllm",
         f"{ROLLOUT}.n": 1,
         f"{ROLLOUT}.temperature": 1.0,
@@ -70,6 +74,11 @@ DEFAULTS: dict[str, Any] = (
         f"{ROLLOUT}.top_k": -1,
         f"{ROLLOUT}.do_sample": True,
         f"{ROLLOUT}.gpu_memory_utilization": 0.5,
+        f"{ROLLOUT}.enforce_eager": False,
+        f"{ROLLOUT}.multi_turn.enable": False,
+        f"{ACTOR}.checkpoint.async_save": False,
+        f"{ROLLOUT}.free_cache_engine": True,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
         f"{ROLLOUT}.val_kwargs.n": 1,
         f"{ROLLOUT}.val_kwargs.temperature": 0,
         f"{ROLLOUT}.val_kwargs.top_p": 1.0,
@@ -99,6 +108,7 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_loggers(verl)
     yield from translate_profiler(verl)
     yield from translate_strategy(engine, source)
+    yield from translate_async_save(verl, f"{ACTOR}.checkpoint.async_save", engine)
     group = f"{ACTOR}.megatron" if engine == "megatron" else f"{ACTOR}.fsdp_config"
     yield from translate_megatron(verl, group) if engine == "megatron" else translate_fsdp(verl, group, actor)
     parts = ("megatron",) if engine == "megatron" else ("fsdp_config", "fsdp")
@@ -116,6 +126,23 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     yield from translate_reward(verl)
     yield from translate_shaping(verl)
     yield from translate_rollout(verl)
+    yield from translate_turns(verl)
+
+
+def translate_turns(verl: VerlConfig) -> Findings:
+    """Tells what `rollout.turns` needs for conversations with tools; only a user can write the environment."""
+    group = f"{ROLLOUT}.multi_turn"
+    if not verl[f"{group}.enable"]:
+        return
+    turns = verl[f"{group}.max_assistant_turns"] or verl[f"{group}.max_user_turns"]
+    most = f" and `--rollout.turns.max_turns {int(turns)}`" if isinstance(turns, (int, float)) else ""
+    reason = (
+        "write your tools as an `Environment` (docs/rollout.md), and give it by `--rollout.turns.environment`" + most
+    )
+    yield Remark(source=f"{group}.enable", reason=reason)
+    for key in verl.given:
+        if key.startswith(f"{group}.") and key != f"{group}.enable" and verl[key] not in (None, ""):
+            yield Remark(source=key, reason="a part of `rollout.turns`, which needs your `Environment`")
 
 
 def recomputed_by(verl: VerlConfig, engine: str) -> str | None:

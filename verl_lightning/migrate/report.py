@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
 from verl_lightning.migrate import ppo, sft
-from verl_lightning.migrate.left_out import remark_on
+from verl_lightning.migrate.left_out import UNKNOWN_KEY, remark_on
 from verl_lightning.migrate.parts import Remark, Setting, VerlConfig, flag, nested
 from verl_lightning.migrate.scripts import UNKNOWN
 
@@ -48,16 +48,23 @@ class Migration:
     lines: list[Line]
     """A line for each of verl's keys that was given, in their order."""
 
+    origin: str = "verl"
+    """Library that the configuration is written for."""
+
+    choices: dict[str, list[str]] = field(default_factory=dict)
+    """Keys by the sentences on what was taken for them where a shell decides; no keys where it is the whole run."""
+
     def count(self, fate: Fate) -> int:
         """Counts the keys of this fate."""
         return sum(line.fate == fate for line in self.lines)
 
 
-def migrate(given: dict[str, Any]) -> Migration:
+def migrate(given: dict[str, Any], notes: Mapping[str, Sequence[str]] | None = None) -> Migration:
     """Translates what a verl run was given.
 
     Args:
         given: Values by dotted key, such as `read_verl` makes them.
+        notes: Sentences on what was taken where a shell decides, by key; empty for the whole run.
 
     Raises:
         ValueError: If a value that is needed can't be read, such as a number that only a shell knows.
@@ -72,7 +79,38 @@ def migrate(given: dict[str, Any]) -> Migration:
         describe(key, value, settings, remarks) if key in known else describe_unknown(key, value, settings)
         for key, value in given.items()
     ]
-    return Migration(settings=ours, lines=lines)
+    return Migration(settings=ours, lines=lines, choices=choices_of(notes or {}, given))
+
+
+def choices_of(notes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the keys that each sentence concerns, of those that were given in the end."""
+    choices: dict[str, list[str]] = {sentence: [] for sentence in notes.get("", ())}
+    for key, sentences in notes.items():
+        for sentence in sentences if key in given or any(other.startswith(f"{key}.") for other in given) else ():
+            choices.setdefault(sentence, []).append(key)
+    return choices
+
+
+def check_is_verls(migration: Migration, file: str | None) -> None:
+    """Refuses what is no configuration of verl's.
+
+    Args:
+        migration: Translation of it.
+        file: File that it comes from; None for a command line.
+
+    Raises:
+        ValueError: If nothing is translated, or most of the keys are not known.
+    """
+    unknown = [line.key for line in migration.lines if line.words == UNKNOWN_KEY]
+    if migration.count("translated") and 2 * len(unknown) <= len(migration.lines):
+        return
+    some = ", ".join(f"`{key}`" for key in unknown[:3]) or "none of its keys makes a setting here"
+    what = "The command line" if file is None else f"`{file}`"
+    raise ValueError(
+        f"{what} is no configuration of verl's: {len(unknown)} of {len(migration.lines)} keys are not verl's ({some})."
+        " Nothing was written. Give a Hydra YAML file of verl's, a run script that starts its trainer, or a"
+        " configuration of TRL's `SFTConfig` or `GRPOConfig`."
+    )
 
 
 def is_unknown(value: Any) -> bool:
@@ -118,11 +156,16 @@ def short(value: Any) -> str:
 
 def report_text(migration: Migration) -> str:
     """Returns the whole report as Markdown; what a user must decide comes first."""
-    parts = [f"# From verl\n\n{counts(migration)}.\n"]
+    parts = [f"# From {migration.origin}\n\n{counts(migration)}.\n"]
+    if migration.choices:
+        rows = [f"| {note} | {', '.join(f'`{key}`' for key in keys) or 'the whole run'} |".replace("||", "\\|\\|")
+                for note, keys in migration.choices.items()]  # fmt: skip
+        head = "## Taken where a shell decides\n\nGive `NAME=VALUE` behind the script to set one of its variables.\n\n"
+        parts.append(f"{head}| what was taken | for |\n|---|---|\n" + "\n".join(rows) + "\n")
     for fate in FATES:
         rows = [row(line) for line in migration.lines if line.fate == fate]
         if rows:
-            head = f"## {fate.capitalize()}\n\n| verl's key | value | here |\n|---|---|---|\n"
+            head = f"## {fate.capitalize()}\n\n| {migration.origin}'s key | value | here |\n|---|---|---|\n"
             parts.append(head + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

@@ -2,122 +2,107 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-VALUE = r"\"[^\"]*\"|'[^']*'|\$\(\(.*\)\)|(?:\$\{[^{}]*\}|\S)*"
-ASSIGNMENT = re.compile(rf"^\s*(?:export\s+|local\s+)?(\w+)=(?!\()({VALUE})|\$\{{(\w+):?=([^{{}}]*)\}}", re.M)
-VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?[-=](?P<default>[^{}]*))?\}|(?P<plain>\w+))")
-UNKNOWN = re.compile(r"\$(?:\w|\(|\{\w+(?::?[-=][^{}]*)?\})")
-CONFIG = re.compile(r"(?:--config-(name|path)|-c([np]))[= ]+(\S+)")
-PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|nnodes)[= ]+(\S+)")
+from verl_lightning.migrate.shell import Command, Shell
+from verl_lightning.migrate.shell_words import Value
+
+UNKNOWN = re.compile(r"\$(?:\w|\(|\{[#!]?\w+(?:\[[^\]]*\])?(?:(?::?[-=+?]|,|\^|#|%|/|:)[^{}]*)?\})")
+"""A part of a value that a shell would fill in; not a reference of Hydra's, such as ``${data.seed}``."""
+
+CONFIG = re.compile(r"(?:--config-(name|path)|-c([np]))(?:=(.*))?", re.S)
+PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|nnodes)(?:=(.*))?", re.S)
 PLACES = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
-OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+DEFAULTS = (
+    ("fully_async_main", "fully_async_ppo_trainer"),
+    ("one_step_off_policy.main_ppo", "one_step_off_ppo_trainer"),
+)
+ENTRY = re.compile(r"(?:.*[./])?(?:main|run)?_?\w*(?:ppo|sft|trainer)\w*(?:\.py)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """Arguments with which a run script starts verl."""
 
-    words: list[str]
-    """Words of all of its commands, with the variables that it sets itself filled in."""
+    words: list[Value]
+    """Overrides of one command, with the variables that the script sets filled in, and how they came about."""
 
-    config_name: str
+    config_name: str = ""
     """Hydra's primary file; empty if the script leaves it to verl."""
 
-    config_path: str
+    default_name: str = ""
+    """The primary file that the started module takes by itself, where it is not `ppo_trainer` or the SFT trainer's."""
+
+    config_path: str = ""
     """The folder of that file; empty if the script leaves it to verl."""
 
+    notes: tuple[str, ...] = field(default=())
+    """Sentences on what was taken for the whole run where a shell decides."""
 
-def read_script(script: str) -> Script:
-    """Reads a shell script: variables and their defaults, sums, arrays, continued lines.
 
-    Of branches, all are read. The home folder is written as ``~``; what else only a shell knows stays as it is.
+def read_script(script: str, environment: Mapping[str, str], is_override: Callable[[str], bool]) -> Script:
+    """Reads a shell script by following it: variables, branches, loops, arrays, functions, sums.
+
+    The home folder is written as ``~``; what else only a shell knows stays as it is.
+
+    Args:
+        script: Text of the script.
+        environment: Variables that its environment has; all others are taken not to be set.
+        is_override: Function that tells an override of verl's from other words.
+
+    Raises:
+        ShellSyntaxError: If it is no shell script.
     """
-    lines = "\n".join(line for line in script.splitlines() if not line.lstrip().startswith("#"))
-    text = re.sub(r"\\\n", " ", lines)
-    variables = {"HOME": "~"}
-    for name, value, other, default in ASSIGNMENT.findall(text):
-        if name:
-            variables[name] = substitute(value.strip("\"'"), variables)
-        else:
-            variables.setdefault(other, substitute(default, variables))
-    filled = [substitute(line, variables) for line in text.splitlines()]
-    words = [word for line in filled for word in split_words(line)]
-    named = {kind or letter.replace("n", "name").replace("p", "path"): value.strip("\"'")
-             for line in filled for kind, letter, value in CONFIG.findall(line)}  # fmt: skip
+    started = [command for command in Shell(environment).run(script) if starts_training(command)]
+    commands = [command for command in started if any(is_override(word.text) for word in command.words)]
+    if not commands:
+        return Script(words=[])
+    command = next((c for c in commands if any(ENTRY.fullmatch(word.text) for word in c.words)), commands[0])
+    notes = command.notes
+    if len(commands) > 1:
+        others = [name_of(other) for other in commands if other is not command]
+        notes = (*notes, f"the script starts verl {len(commands)} times: {name_of(command)} is taken, not"
+                 f" {', '.join(dict.fromkeys(others))}")  # fmt: skip
+    named = dict(flags(command.words, CONFIG))
     return Script(
-        words=[*processes(filled), *words],
-        config_name=named.get("name", "").removesuffix(".yaml"),
-        config_path=named.get("path", ""),
+        words=[*processes(command.words), *(word for word in command.words if is_override(word.text))],
+        config_name=(named.get("name") or named.get("n") or Value("")).text.removesuffix(".yaml"),
+        default_name=next((name for part, name in DEFAULTS if any(part in word.text for word in command.words)), ""),
+        config_path=(named.get("path") or named.get("p") or Value("")).text,
+        notes=notes,
     )
 
 
-def processes(lines: list[str]) -> Iterator[str]:
+def starts_training(command: Command) -> bool:
+    """Tells whether a command may start a trainer: verl's generation and evaluation have overrides too."""
+    return not any(re.search(r"main_(generation|eval)", word.text) for word in command.words)
+
+
+def name_of(command: Command) -> str:
+    """Returns the module or file that a command starts, and the first of its overrides."""
+    texts = [word.text for word in command.words]
+    module = next((text for text in texts if ENTRY.fullmatch(text)), texts[0])
+    return f"`{module} {next((text for text in texts if '=' in text and not text.startswith('-')), '')}`"
+
+
+def flags(words: Sequence[Value], pattern: re.Pattern[str]) -> Iterator[tuple[str, Value]]:
+    """Yields the names and values of flags, which may be one word or two."""
+    for position, word in enumerate(words):
+        match = pattern.fullmatch(word.text)
+        if match is not None:
+            *names, value = match.groups()
+            name = next(name for name in names if name)
+            if value is not None:
+                yield name, Value(value, word.is_known, word.notes)
+            elif position + 1 < len(words):
+                yield name, words[position + 1]
+
+
+def processes(words: Sequence[Value]) -> Iterator[Value]:
     """Yields what ``torchrun`` is told of machines and GPUs, as overrides."""
-    for line in lines:
-        if "torchrun" in line or "torch.distributed.run" in line:
-            for flag, value in PROCESSES.findall(line):
-                yield f"{PLACES[flag.replace('-', '_')]}={value}"
-
-
-def split_words(line: str) -> list[str]:
-    """Splits a shell line into words; parentheses of arrays stand apart."""
-    try:
-        return shlex.split(re.sub(r"\+?=\(|^\s*\)|\)\s*$", " ", line), comments=True)
-    except ValueError:  # a quotation over several lines
-        return line.split()
-
-
-def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """Fills known shell variables, defaults and sums into a text; others stay as they are written."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match["braced"] or match["plain"]
-        return variables.get(name, match["default"] if match["default"] is not None else match[0])
-
-    for _ in range(5):
-        text = VARIABLE.sub(value, text)
-    return fill_sums(text, variables)
-
-
-def fill_sums(text: str, variables: Mapping[str, str]) -> str:
-    """Fills the values of ``$((...))`` into a text, where all of their variables are whole numbers."""
-    start = text.find("$((")
-    while start >= 0:
-        depth, end = 0, start + 1
-        while end < len(text) and (depth := depth + {"(": 1, ")": -1}.get(text[end], 0)):
-            end += 1
-        try:
-            number = evaluate(ast.parse(text[start + 3 : end - 1].strip(), mode="eval").body, variables)
-        except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
-            return text
-        text = f"{text[:start]}{number}{text[end + 1 :]}"
-        start = text.find("$((")
-    return text
-
-
-def evaluate(node: ast.expr, variables: Mapping[str, str]) -> int:
-    """Evaluates a sum of a shell's.
-
-    Raises:
-        ValueError: If the sum has something else than whole numbers, variables and `+ - * / %`.
-        KeyError: If a variable or an operation is not known.
-    """
-    if isinstance(node, ast.BinOp):
-        return OPERATIONS[type(node.op)](evaluate(node.left, variables), evaluate(node.right, variables))
-    if isinstance(node, ast.Name):
-        return int(variables[node.id])
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    raise ValueError(f"expected a sum of whole numbers, got `{ast.unparse(node)}`.")
+    if any("torchrun" in word.text or "torch.distributed" in word.text for word in words):
+        for name, value in flags(words, PROCESSES):
+            key = PLACES[name.replace("-", "_")]
+            yield Value(f"{key}={value.text}", value.is_known, value.notes)

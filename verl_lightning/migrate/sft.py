@@ -9,6 +9,7 @@ from verl_lightning.migrate.engines import (
     engine_name,
     recompute_key,
     sharing_ranks,
+    translate_async_save,
     translate_fsdp,
     translate_launch,
     translate_megatron,
@@ -59,6 +60,7 @@ def translate_sft(verl: VerlConfig) -> Findings:
     yield from translate_callbacks(verl, rollout=False)
     yield from translate_loggers(verl)
     yield from translate_strategy(engine, source)
+    yield from translate_async_save(verl, "checkpoint.async_save", engine)
     yield from translate_megatron(verl, "engine") if engine == "megatron" else translate_fsdp(verl, "engine", actor)
     recompute = recompute_key(verl, "engine.override_transformer_config") if engine == "megatron" else None
     yield from translate_model(verl, "model", actor, recomputed_by=recompute)

@@ -234,8 +234,8 @@ class RewardPool:
     def _check_concurrency(self) -> None:
         if self.config.max_concurrency is not None and not self.is_async:
             raise ValueError(
-                f"`reward.max_concurrency: {self.config.max_concurrency}` is for functions that are defined with `async"
-                f" def`, and the reward {self.config.label} is not. Take it out, or set `reward.num_workers`."
+                f"`model.reward.max_concurrency: {self.config.max_concurrency}` is for functions that are defined with"
+                f" `async def`, and the reward {self.config.label} is not. Take it out."
             )
 
     def _check_failures(self, batch: ScoringBatch, max_error_share: float | None) -> None:
