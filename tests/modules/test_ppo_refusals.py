@@ -9,19 +9,32 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from transformers import AutoTokenizer
 
-from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
+from tests.runs import (
+    Recorder,
+    make_chats,
+    make_model_config,
+    make_ppo,
+    make_prompts,
+    make_reward,
+    make_rollout,
+    make_sft,
+    make_trainer,
+)
 from tests.tiny import write_tiny_folder
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.advantages.gdpo import GDPO
 from verl_lightning.models.config import OptimConfig
+from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, ShapingConfig, UpdateConfig, ValidationConfig
 from verl_lightning.rollout.base import SamplingConfig
 
@@ -30,6 +43,7 @@ from verl_lightning.rollout.base import SamplingConfig
     ("options", "way_out"),
     [
         ({"gradient_clip_val": 1.0}, r"Set `model\.actor\.optim\.max_grad_norm`"),
+        ({"gradient_clip_algorithm": "value"}, r"Set `model\.actor\.optim\.max_grad_norm`"),
         ({"accumulate_grad_batches": 2}, r"Set `model\.update\.mini_batch_size` and `model\.update\.micro_batch_size`"),
     ],
 )
@@ -80,6 +94,21 @@ def test_parts_that_do_not_fit(tmp_path, tiny_folder, prompt_file, sampling, par
     trainer = make_trainer(tmp_path, make_rollout(sampling=SamplingConfig(**options)))
     with pytest.raises(ValueError, match=message):
         trainer.fit(make_ppo(tiny_folder, **parts), datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize("hook", ["optimizer_step", "lr_scheduler_step", "on_before_zero_grad"])
+def test_hooks_that_nothing_would_call(tmp_path, tiny_folder, prompt_file, hook):
+    module = make_ppo(tiny_folder)
+    module.__class__ = type("Own", (PPOModule,), {hook: lambda self, *args, **kwargs: None})
+    with pytest.raises(MisconfigurationException, match=rf"`Own\.{hook}` would never be called.*Use `"):
+        make_trainer(tmp_path, make_rollout()).fit(module, datamodule=make_prompts(prompt_file))
+
+
+@pytest.mark.parametrize("callback", [BackboneFinetuning(), ModelPruning("l1_unstructured", amount=0.5)])
+@pytest.mark.parametrize("make", [make_ppo, make_sft])
+def test_callbacks_that_look_for_layers_before_there_are_any(tmp_path, tiny_folder, chat_file, make, callback):
+    with pytest.raises(MisconfigurationException, match=r"would find none\. Train a part of a model with"):
+        make_trainer(tmp_path, callback).fit(make(tiny_folder), datamodule=make_chats(chat_file))
 
 
 @pytest.mark.parametrize("name", ["sampling", "val_sampling"])

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -331,6 +331,12 @@ class PostTrainingModule(LightningModule):
             raise MisconfigurationException(
                 "`StochasticWeightAveraging` copies the module before its model is built, and would average nothing."
                 " Use Lightning's `EMAWeightAveraging`, or `WeightAveraging` with an averaging function of your own."
+            )
+        if isinstance(callback, BaseFinetuning | ModelPruning):
+            raise MisconfigurationException(
+                f"`{type(callback).__name__}` looks for layers in `setup`, before models are built and spread over"
+                " devices, and would find none. Train a part of a model with `model.actor.lora`, whose `target_modules`"
+                " and `modules_to_save` say which; prune the folder that `HFCheckpoint` writes."
             )
         if isinstance(callback, LearningRateFinder):
             raise MisconfigurationException(

@@ -191,7 +191,7 @@ class PPOModule(SamplingModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        check_trainer(self.trainer)
+        check_trainer(self.trainer, self)
         return [*super().configure_callbacks(), *([self.gathering] if self.gathering else [])]
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
@@ -110,16 +110,46 @@ def check_sampling(
         )
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse Trainer options that manual optimization leaves without effect.
+UNCALLED_HOOKS = {
+    "optimizer_step": "`on_before_optimizer_step`, which is called before each optimizer step",
+    "optimizer_zero_grad": "`on_before_optimizer_step`, which is called before each optimizer step",
+    "on_before_zero_grad": "`on_before_optimizer_step`, which is called before each optimizer step",
+    "lr_scheduler_step": "`model.actor.optim.schedule`, or a schedule in `configure_optimizers`",
+    "configure_gradient_clipping": "`model.actor.optim.max_grad_norm`",
+}
+"""Hooks of a module that Lightning does not call under manual optimization, and what to use."""
+
+
+def check_hooks(module: LightningModule) -> None:
+    """Refuse hooks of a subclass that manual optimization would never call.
+
+    Raises:
+        MisconfigurationException: With what to use.
+    """
+    for name, instead in UNCALLED_HOOKS.items():
+        if getattr(type(module), name) is not getattr(LightningModule, name):
+            raise MisconfigurationException(
+                f"`{type(module).__name__}.{name}` would never be called: PPO makes its optimizer steps itself, several"
+                f" in a `training_step`. Use {instead}."
+            )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse Trainer options and hooks of the module that manual optimization leaves without effect.
 
     Raises:
         MisconfigurationException: With our option for the purpose.
     """
+    check_hooks(module)
     if trainer.gradient_clip_val:
         raise MisconfigurationException(
             f"`trainer.gradient_clip_val` ({trainer.gradient_clip_val}) does not reach PPO's models."
             " Set `model.actor.optim.max_grad_norm` and `model.critic.model.optim.max_grad_norm`."
+        )
+    if trainer.gradient_clip_algorithm is not None:
+        raise MisconfigurationException(
+            f"`trainer.gradient_clip_algorithm` ({trainer.gradient_clip_algorithm}) does not reach PPO's models, whose"
+            " gradients are clipped by their global norm. Set `model.actor.optim.max_grad_norm`."
         )
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
