@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config
 
 from tests.rollout.asking import Prompts, sample
 from tests.tiny import tiny_model
@@ -242,3 +242,23 @@ def test_sequences_have_their_probabilities(tiny_folder):
     assert chi_square(tokens[:, 0], logits.detach().double().softmax(-1)) < 149.4  # 99.9th percentile at 101 degrees
     # Probabilities are nearly equal here, so the token's number shows the noise that drew it.
     assert abs(float(torch.corrcoef(tokens.T.double())[0, 1])) < 0.06  # four standard errors
+
+
+def test_models_whose_layers_keep_states_are_sampled(tmp_path):
+    """Their caches can be neither repeated for samples nor padded for others: each prompt is read by itself."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = ["conv", "full_attention", "conv"]
+    config = Lfm2Config(
+        vocab_size=102, num_hidden_layers=3, layer_types=layers, block_auto_adjust_ff_dim=False, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    prompts = make_prompts(num_samples=2, rows=[0, 1])
+    greedy = SamplingConfig(num_samples=2, max_new_tokens=6, temperature=0.0)
+
+    rollout = sample(make_engine(tmp_path, batch_size=3), prompts, greedy)
+
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 1, "pad_token_id": PAD}
+    expected = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts.tokens]
+    assert responses(rollout) == [tokens for tokens in expected for _ in range(2)]
