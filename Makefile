@@ -2,6 +2,7 @@
 # make test           install, lint and run all tests that need no heavy back end, about ten minutes on two cores
 # make test-fast      install and run the tests that take less than ten seconds each
 # make reference      write docs/reference.md and docs/algorithms anew from types and docstrings
+# make families       train each model family under each strategy and write docs/models.md, after `make test-backends`
 # make test-backends  install vLLM and Megatron for CPUs and run the tests that need them, on Python 3.11 and 3.12
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Images often forbid byte code. Each of the tests' many processes would then compile all that it imports, for 10 to 20 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install run test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference clean
+.PHONY: install run test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference families clean
 
 install: $(VENV)/installed
 
@@ -43,6 +44,15 @@ test-launches: install
 
 test-long: install
 	$(BIN)/python -m pytest -m "slow and $(HERE)" $(addprefix --ignore=,$(LAUNCHES))
+
+# Each family under each strategy, in vLLM too, after `make test-backends`.
+families: install
+	$(BIN)/python -m tests.families.matrix auto
+	$(BIN)/python -m tests.families.matrix fsdp
+	.venv-megatron/bin/python -m tests.families.matrix megatron
+	.venv-megatron/bin/python -m tests.families.matrix megatron_tp2
+	.venv-backends/bin/python -m tests.families.matrix vllm
+	$(BIN)/python docs/make_models.py
 
 test-backends:
 	$(PYTHON) tests/run_backends.py

@@ -34,6 +34,7 @@ from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.faults import is_meant_for_user
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
+from verl_lightning.models.library_errors import LIBRARY_ERRORS
 from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig
@@ -107,7 +108,7 @@ def tell(work: Callable[[], str], folder: Path) -> str:
     """What work returned, or the sentence that it ended with; a fault says so."""
     try:
         return work()
-    except (ValueError, TypeError, OSError, MisconfigurationException, RuntimeError) as error:
+    except (*LIBRARY_ERRORS, MisconfigurationException) as error:
         said = str(error).strip().splitlines()[0].replace(str(folder), "")
         return said if is_meant_for_user(error) else f"FAULT: {type(error).__name__}: {said}"
     except AssertionError as error:

@@ -18,6 +18,7 @@ from verl_lightning.models.hf_folder import write_model
 from verl_lightning.models.lora import describe_trainable
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.scorer import build_scorer, make_backbone
+from verl_lightning.models.size import model_size
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine, check_cache
@@ -36,6 +37,8 @@ def folder(request, tmp_path_factory):
 
 def test_scores_and_folder_after_a_step_are_those_of_transformers(folder, tmp_path):
     scorer, batch = build_scorer(ModelConfig(path=str(folder)), "policy", trainable=True), make_batch()
+    assert model_size(scorer).weights == sum(weight.numel() for weight in scorer.parameters())
+    assert scorer.attention_cost >= 0
     assert gap_of(masked(scorer.eval(), batch), transformers_log_probs(folder, batch)) < CLOSE
 
     (-scorer.train()(batch).log_probs.where(batch.response_mask, 0.0).mean()).backward()

@@ -30,6 +30,13 @@ def transformer_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
     return blocks
 
 
+def attention_heads(backbone: PreTrainedModel) -> tuple[int, int]:
+    """Return the number of a model's query heads and the width of one; zeros for a model without attention."""
+    config = backbone.config.get_text_config()
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    return heads, (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
+
+
 def checkpoint_activations(backbone: PreTrainedModel, which: ActivationCheckpointing) -> None:
     """Have blocks keep their input alone, and compute all else again in the backward pass; in place.
 

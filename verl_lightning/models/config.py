@@ -89,7 +89,7 @@ class OptimConfig(Options, key="optim"):
     """Constant added to AdamW's denominator."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay of all weights in training, norms and biases too; TRL spares those."""
 
     max_grad_norm: float = 1.0
     """Largest global norm of the gradients, to which larger ones are scaled down; 0 does not clip."""

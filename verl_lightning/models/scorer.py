@@ -32,7 +32,7 @@ from verl_lightning.models.attention import (
     knows_boundaries,
     packing_obstacle,
 )
-from verl_lightning.models.blocks import checkpoint_activations
+from verl_lightning.models.blocks import attention_heads, checkpoint_activations
 from verl_lightning.models.config import ModelConfig, Packing
 from verl_lightning.models.digests import check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
@@ -142,10 +142,9 @@ class TokenScorer(nn.Module):
 
             layers * heads * head_dim / parameters
         """
-        config = self.backbone.config.get_text_config()
-        heads = config.num_attention_heads
-        width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return float(config.num_hidden_layers * width / sum(weight.numel() for weight in self.parameters()))
+        heads, head_dim = attention_heads(self.backbone)
+        layers = self.backbone.config.get_text_config().num_hidden_layers
+        return float(layers * heads * head_dim / sum(weight.numel() for weight in self.parameters()))
 
     def disable_dropout(self) -> None:
         """Score alike in training and evaluation, but for the dropout of adapters, which is an option of ours.

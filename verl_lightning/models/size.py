@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl_lightning.functional.linear_log_probs import chunk_numel
-from verl_lightning.models.blocks import transformer_blocks
+from verl_lightning.models.blocks import attention_heads, transformer_blocks
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import PLAIN_HEADS, Head, TokenScorer
 
@@ -154,8 +154,7 @@ def model_size(scorer: TokenScorer) -> ModelSize:
     in_blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     weights = [(weight, weight.numel()) for weight in scorer.parameters()]
     total = sum(numel for _, numel in weights)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, head_dim = attention_heads(backbone)
     is_recomputed = [bool(getattr(block, "gradient_checkpointing", False)) for block in blocks]
     return ModelSize(
         weights=total,

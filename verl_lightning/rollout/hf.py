@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from verl_lightning.compat.transformers import causal_model_class
 from verl_lightning.faults import InternalValueError
+from verl_lightning.models.blocks import attention_heads
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import load_backbone
 from verl_lightning.rollout.base import Completion, Request
@@ -94,10 +95,8 @@ class HFEngine(SteppingEngine):
     def cache_bytes(self, sequences: int, tokens: int) -> int:
         """Count the bytes of all layers' keys and values, for so many sequences of so many tokens, prompts included."""
         config = self._running.config.get_text_config()
-        heads = config.num_attention_heads
-        width = (getattr(config, "num_key_value_heads", None) or heads) * (
-            getattr(config, "head_dim", None) or config.hidden_size // heads
-        )
+        heads, head_dim = attention_heads(self._running)
+        width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         values = 2 * config.num_hidden_layers * width * tokens * min(sequences, self.batch_size)
         return int(values * self._running.dtype.itemsize)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from verl_lightning.models.blocks import attention_heads
 from verl_lightning.models.scorer import TokenScorer
 
 SQUARED_LENGTHS = "perf/squared_lengths"
@@ -52,10 +53,9 @@ class Work(NamedTuple):
 
 def scoring_work(name: str, phase: str, model: TokenScorer) -> Work:
     """Work of a forward pass: ``2 * weights * tokens + 4 * layers * heads * head_dim * sum(length**2)``."""
-    config = model.backbone.config.get_text_config()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return Work(name, phase, 2 * _active(model, trainable=False), 4.0 * config.num_hidden_layers * width)
+    heads, head_dim = attention_heads(model.backbone)
+    layers = model.backbone.config.get_text_config().num_hidden_layers
+    return Work(name, phase, 2 * _active(model, trainable=False), 4.0 * layers * heads * head_dim)
 
 
 def training_work(name: str, phase: str, model: TokenScorer) -> Work:
