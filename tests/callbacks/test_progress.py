@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback
 
 from tests.callbacks.conftest import EACH_STEP
-from verl_lightning.callbacks import PhaseProgressBar
+from verl_lightning.callbacks import PhaseProgressBar, progress
 
 
 class Watcher(Callback):
@@ -22,7 +22,19 @@ class Watcher(Callback):
             self.validation.append(self.bar.val_progress_bar.desc.removesuffix(": "))
 
 
-def test_the_bar_shows_phases_reward_and_speed(fit, capsys):
+def test_in_a_pipe_each_step_is_one_line(fit, capsys):
+    fit(PhaseProgressBar(), enable_progress_bar=True, max_steps=3, val_check_interval=2, check_val_every_n_epoch=None)
+
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith(("step ", "validation "))]
+    assert [line.partition(":")[0] for line in lines] == ["step 1/3", "step 2/3", "validation after step 2", "step 3/3"]
+    assert all("reward=" in line for line in lines)
+    assert "tokens/s=" in lines[0]
+    assert "\r" not in output
+
+
+def test_the_bar_shows_phases_reward_and_speed(fit, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "is_live", lambda: True)
     bar = PhaseProgressBar()
     watcher = Watcher(bar)
 
