@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.compat.lightning import FolderCheckpoint
 from verl_lightning.faults import RunError
+from verl_lightning.models.classifier import classifier_of
 from verl_lightning.models.digests import write_digests
 from verl_lightning.models.hf_folder import (
     atomic_folder,
@@ -113,7 +114,7 @@ class HFCheckpoint(FolderCheckpoint):
         if not isinstance(pl_module, PostTrainingModule):
             raise MisconfigurationException(
                 f"`HFCheckpoint` writes a module's policy, but `{type(pl_module).__name__}` has none."
-                " Train a `PPOModule`, an `SFTModule` or a `DPOModule`, or take the callback out."
+                " Train a `PPOModule`, an `SFTModule`, a `DPOModule` or a `RewardModule`, or take the callback out."
             )
         is_default = self.dirpath is None
         super().setup(trainer, pl_module, stage)
@@ -126,6 +127,12 @@ class HFCheckpoint(FolderCheckpoint):
         if self.merge_adapters and not has_adapters(self._model(pl_module).backbone):
             raise MisconfigurationException(
                 f"`HFCheckpoint(merge_adapters=True)`: the {self.role} has no adapters. Set its `lora`, or drop this."
+            )
+        model = self._model(pl_module)
+        if self.role == "actor" and model.head == "value" and has_adapters(model.backbone) and not self.merge_adapters:
+            raise MisconfigurationException(
+                "`HFCheckpoint` writes a reward model as a whole, of which an adapter is a part only. Set"
+                " `merge_adapters: true`."
             )
         if trainer.is_global_zero:
             clear_partial_folders(self._folder)
@@ -153,17 +160,20 @@ class HFCheckpoint(FolderCheckpoint):
         adapter = module.contract.adapter_weights(model) if writes_adapter else {}
         weights = iter(()) if writes_adapter else module.contract.named_weights(model)
         value_head = value_head_weights(model.value_head)
+        classifier = classifier_of(self.role, model.head, value_head, module.tokenizer.pad_token_id)
         fingerprint = module.base_fingerprints.get(self.role, "")
         problem = None
         if trainer.is_global_zero:
             try:
                 with atomic_folder(path) as folder:
                     module.tokenizer.save_pretrained(folder)
-                    write_value_head(folder, value_head)
+                    write_value_head(folder, {} if classifier else value_head)
                     if writes_adapter:
                         write_adapter(folder, model.backbone, adapter, fingerprint, self.dtype)
                     else:
-                        write_model(folder, model.backbone, weights, self.dtype, self.max_shard_bytes)
+                        write_model(
+                            folder, model.backbone, weights, self.dtype, self.max_shard_bytes, classifier=classifier
+                        )
                     write_digests(folder)
             except (OSError, SafetensorError) as error:
                 problem = f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verl_lightning.data import ChatDataModule, PreferenceDataModule, PromptDataModule
     from verl_lightning.loggers import ResumableCSVLogger
     from verl_lightning.models.config import LoraConfig, ModelConfig, OptimConfig
-    from verl_lightning.modules import DPOModule, PPOModule, SFTModule
+    from verl_lightning.modules import DPOModule, PPOModule, RewardModule, SFTModule
     from verl_lightning.modules.ppo_config import (
         CriticConfig,
         DynamicSamplingConfig,
@@ -107,6 +107,7 @@ _NAMES = {
     "modules": (
         "DPOModule",
         "PPOModule",
+        "RewardModule",
         "SFTModule",
     ),
     "modules.ppo_config": (

@@ -293,6 +293,7 @@ def missing_strategy(name: str, module: str) -> str | None:
 def no_data(module: str) -> str:
     """Says that a run has no data, and what to set."""
     kinds = {"SFTModule": "ChatDataModule", "DPOModule": "PreferenceDataModule"}
+    kinds["RewardModule"] = kinds["DPOModule"]
     kind = kinds.get(module, "PromptDataModule")
     return (
         f"`{module}` has no `data` to learn from. Choose it, such as `--data {kind} --data.train_files rows.jsonl`;"

@@ -54,6 +54,11 @@ class TokenBatch:
     """Rows, one after another, that a loss compares: micro-batches never part them."""
 
     @property
+    def counts(self) -> Bool[Tensor, " examples"]:
+        """True for examples that are learnt from: not those that only fill up a batch."""
+        return self.response_mask.any(-1).view(-1, self.rows_per_example).all(-1)
+
+    @property
     def response_ids(self) -> Int[Tensor, "batch response"]:
         """The response columns of ``input_ids``."""
         return self.input_ids[:, -self.response_mask.shape[1] :]

@@ -9,8 +9,9 @@ import json
 
 import pytest
 from lightning.pytorch import seed_everything
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.modules.test_reward_model import reward_folder as reward_folder  # a fixture
 from tests.runs import Recorder, make_dpo, make_model_config, make_pairs, make_trainer
 from tests.tiny import quickstart, tiny_tokenizer, uneven_pair
 from verl_lightning.algorithms.preferences.dpo import DPO
@@ -21,6 +22,7 @@ from verl_lightning.algorithms.preferences.orpo import ORPO
 from verl_lightning.algorithms.preferences.robust import RobustDPO
 from verl_lightning.algorithms.preferences.simpo import SimPO
 from verl_lightning.models.config import OptimConfig
+from verl_lightning.modules import RewardModule
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 STEPS, BATCH = 20, 4
@@ -42,7 +44,9 @@ def trl_class(name: str) -> tuple[type, type]:
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 
 
-def their_steps(name: str, folder, rows: list[dict], tmp_path, **options) -> list[dict[str, float]]:
+def their_steps(
+    name: str, folder, rows: list[dict], tmp_path, model_class=AutoModelForCausalLM, **options
+) -> list[dict[str, float]]:
     """Loss and metrics of each step under TRL."""
     datasets = pytest.importorskip("datasets")
     trainer_class, config_class = trl_class(name)
@@ -55,7 +59,7 @@ def their_steps(name: str, folder, rows: list[dict], tmp_path, **options) -> lis
             return loss
 
     args = config_class(output_dir=str(tmp_path / name), **SETTINGS | options)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer()
+    model, tokenizer = model_class.from_pretrained(folder), tiny_tokenizer()
     trainer = Recording(
         model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
     )
@@ -64,13 +68,13 @@ def their_steps(name: str, folder, rows: list[dict], tmp_path, **options) -> lis
     return [entry | {"loss": loss} for entry, loss in zip(logged, losses, strict=True)]
 
 
-def our_steps(loss, folder, rows: list[dict], tmp_path) -> list[dict[str, float]]:
+def our_steps(make_module, folder, rows: list[dict], tmp_path) -> list[dict[str, float]]:
     """Metrics of each step of ours."""
     seed_everything(0, verbose=False)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recorder, actor = Recorder(), make_model_config(folder, optim=OptimConfig(lr=1e-3, weight_decay=0.0))
     trainer = make_trainer(tmp_path, recorder, max_steps=STEPS)
-    trainer.fit(make_dpo(folder, actor=actor, loss=loss), datamodule=make_pairs(tmp_path / "rows.jsonl"))
+    trainer.fit(make_module(actor), datamodule=make_pairs(tmp_path / "rows.jsonl"))
     return recorder.steps
 
 
@@ -117,8 +121,20 @@ def test_twenty_steps_are_those_of_trl(tmp_path, tiny_folder, case):
             for key in [("chosen", "rejected")[index // 2 % 2]]
         ]
     theirs = their_steps(name, tiny_folder, rows, tmp_path, **options)
-    ours = our_steps(loss, tiny_folder, rows, tmp_path)
+    ours = our_steps(lambda actor: make_dpo(tiny_folder, actor=actor, loss=loss), tiny_folder, rows, tmp_path)
     assert [step["train/loss"] for step in ours] == pytest.approx([step["loss"] for step in theirs], rel=1e-5, abs=1e-5)
     for metric in metrics:
+        expected = [step[metric] for step in theirs]
+        assert [step[metric] for step in ours] == pytest.approx(expected, rel=1e-4, abs=2e-4), metric
+
+
+def test_twenty_steps_of_a_reward_model_are_those_of_trl(tmp_path, reward_folder):
+    """With margins, and with rewards drawn to a mean of 0."""
+    rows = [row | {"margin": index % 4 / 4} for index, row in enumerate(plain_rows())]
+    options = {"center_rewards_coefficient": 0.01, "model_class": AutoModelForSequenceClassification}
+    theirs = their_steps("Reward", reward_folder, rows, tmp_path, **options)
+    ours = our_steps(lambda actor: RewardModule(actor, center_rewards_coefficient=0.01), reward_folder, rows, tmp_path)
+    assert [step["train/loss"] for step in ours] == pytest.approx([step["loss"] for step in theirs], rel=1e-5, abs=1e-5)
+    for metric in ("accuracy", "margin", "mean_reward"):
         expected = [step[metric] for step in theirs]
         assert [step[metric] for step in ours] == pytest.approx(expected, rel=1e-4, abs=2e-4), metric

@@ -35,7 +35,7 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.algorithms.preferences.kto import KTO
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules import DPOModule, PPOModule
+from verl_lightning.modules import DPOModule, PPOModule, RewardModule
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
@@ -96,7 +96,7 @@ class Bench:
         trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
         per_rank = 8 // self.replicas // trainer.accumulate_grad_batches
         data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
-        if isinstance(module, DPOModule):
+        if isinstance(module, DPOModule | RewardModule):
             data = make_pairs(self.folder / "pairs.jsonl", batch_size=per_rank, max_length=32)
         trainer.fit(module, datamodule=data)
         series = {
@@ -229,6 +229,12 @@ def kto_with_adapters(bench: Bench) -> Results:
     return bench.fit(make_dpo(bench.folder / "model", actor=actor, loss=KTO()))
 
 
+def reward_model(bench: Bench) -> Results:
+    """Eight pairs a step, packed, in several micro-batches; the head starts at zero."""
+    actor = bench.model(packing="always")
+    return bench.fit(RewardModule(actor, center_rewards_coefficient=0.01, max_tokens_per_micro_batch=96))
+
+
 def one_rank_without_rewards(bench: Bench) -> Results:
     """Every other row has no reward: all rows of rank 0 if there are two."""
     return bench.fit(bench.ppo(reward=make_reward("fails_on_even_rows", max_error_share=1.0)))
@@ -342,6 +348,7 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         sft_packed_within_a_budget,
         dpo_accumulated,
         kto_with_adapters,
+        reward_model,
         one_rank_without_rewards,
         one_rank_without_rewards_for_its_critic,
         nothing_to_train_on,

@@ -43,7 +43,7 @@ Shipped configurations: {shipped}
 
 More help:
   verl-fit fit --help                              every option of the trainer, strategies and callback slots
-  verl-fit fit --model.help PPOModule              what the algorithm can be told; also SFTModule, DPOModule
+  verl-fit fit --model.help PPOModule              what the algorithm can be told; also SFTModule, DPOModule and others
   verl-fit fit --data.help PromptDataModule        also ChatDataModule, PreferenceDataModule
   verl-fit fit --rollout.help HFRollout            how responses are sampled
   verl-fit fit --trainer.callbacks.help EarlyStopping

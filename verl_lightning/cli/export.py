@@ -15,6 +15,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from verl_lightning.cli.deprecation import renamed_value
+from verl_lightning.models.classifier import classifier_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import write_digests
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen
@@ -95,14 +96,18 @@ def export(
         raise ValueError(f"`--to {to}` does not fit: the {role} {have}. Use {way}.")
     model = load_role(ckpt_path, model_config, head, role)
     with atomic_folder(output) as folder:
-        load_tokenizer(policy_config.path).save_pretrained(folder)
-        write_value_head(folder, value_head_weights(model.value_head))
+        tokenizer = load_tokenizer(policy_config.path)
+        tokenizer.save_pretrained(folder)
+        value_head = value_head_weights(model.value_head)
+        classifier = classifier_of(role, head, value_head, tokenizer.pad_token_id)
+        write_value_head(folder, {} if classifier else value_head)
         if to == "peft":
             fingerprint = base_fingerprint(model.backbone)
             write_adapter(folder, model.backbone, adapter_weights(model.backbone), fingerprint, dtype)
         else:
             weights = merged_weights(model.backbone)
-            write_model(folder, model.backbone, changed_weights(weights, model) if to == "merged" else weights, dtype)
+            weights = changed_weights(weights, model) if to == "merged" else weights
+            write_model(folder, model.backbone, weights, dtype, classifier=classifier)
         write_digests(folder)
 
 
@@ -143,7 +148,8 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
             f"`--config {path}` has settings of the {role} that this version can't read: {error}"
         ) from error
     lora = config.lora and dataclasses.replace(config.lora, adapter_path=None)  # the checkpoint brings the adapter
-    head: Head = "policy_and_value" if critic and critic_model is None else "policy"
+    is_reward_model = str(written["model"].get("class_path", "")).endswith("RewardModule")
+    head: Head = "value" if is_reward_model else "policy_and_value" if critic and critic_model is None else "policy"
     config = dataclasses.replace(config, lora=lora, attn_implementation="eager", activation_checkpointing="none")
     return config, "value" if role == "critic" else head
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl_lightning.compat.transformers import weights_as_stored
+from verl_lightning.models.classifier import Classifier
 from verl_lightning.models.pretrained import read_generation_config
 from verl_lightning.models.weights import base_name
 
@@ -82,6 +83,8 @@ def write_model(
     weights: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    *,
+    classifier: Classifier | None = None,
 ) -> None:
     """Write weights, ``config.json`` and a ``generation_config.json`` as ``from_pretrained`` reads them.
 
@@ -91,9 +94,11 @@ def write_model(
         weights: Hugging Face names and whole tensors.
         dtype: Type in which floating-point weights are stored; None leaves them as they are.
         max_shard_bytes: Largest size of a weights file, in bytes.
+        classifier: Head of a reward model, for which ``backbone`` is the trunk; None for any other model.
     """
     writer = ShardWriter(folder, max_shard_bytes)
-    for name, weight in stored_weights(backbone, weights):
+    stored = stored_weights(backbone, weights)
+    for name, weight in stored if classifier is None else classifier.complete(stored, backbone.config):
         writer.add(name, weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight)
     writer.finish()
     if backbone.can_generate() and (generation := read_generation_config(str(backbone.name_or_path))) is not None:
@@ -101,6 +106,8 @@ def write_model(
     config = copy.deepcopy(backbone.config)
     config.dtype = str(dtype or backbone.dtype).removeprefix("torch.")
     config.architectures = [type(backbone).__name__.removeprefix("FSDP")]
+    if classifier is not None:
+        classifier.describe(config)
     config.save_pretrained(folder)  # last: without it no loader accepts the folder
 
 

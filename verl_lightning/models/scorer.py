@@ -33,6 +33,7 @@ from verl_lightning.models.attention import (
     packing_obstacle,
 )
 from verl_lightning.models.blocks import attention_heads, checkpoint_activations
+from verl_lightning.models.classifier import SCORE
 from verl_lightning.models.config import ModelConfig, Packing
 from verl_lightning.models.digests import check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
@@ -42,7 +43,7 @@ from verl_lightning.models.lora import adapters_off, add_adapters
 from verl_lightning.models.packing import pack
 from verl_lightning.models.pretrained import AutoClass, make_model, read_config, read_model
 from verl_lightning.models.torch_files import open_safetensors
-from verl_lightning.models.weight_files import check_readable
+from verl_lightning.models.weight_files import check_readable, stored_weight
 from verl_lightning.types import Scores, TokenBatch
 
 T = TypeVar("T")
@@ -360,6 +361,11 @@ def read_value_head(head: nn.Linear, config: ModelConfig) -> None:
     adapter = config.lora.adapter_path if config.lora is not None else None
     files = [Path(folder) / VALUE_HEAD_FILE for folder in (adapter, config.path) if folder is not None]
     if (file := next((file for file in files if file.is_file()), None)) is None:
+        score = stored_weight(config.path, SCORE)
+        if score is not None and score.shape == head.weight.shape:
+            head.load_state_dict({"weight": score})
+            rank_zero_info(f"The value head goes on from the reward model at `{config.path}`.")
+            return
         rank_zero_info(f"The value head starts at zero: `{files[0]}` does not exist.")
         return
     check_folder(file.parent, [file.name])

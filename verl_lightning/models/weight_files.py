@@ -38,6 +38,21 @@ def weight_files(path: str) -> list[Path]:
     raise OSError(f"it has neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}")
 
 
+def stored_weight(path: str, name: str) -> Tensor | None:
+    """One weight of a model's safetensors files; None where they have none of this name."""
+    try:
+        files = weight_files(path)
+    except OSError:
+        return None
+    for file in files:
+        if file.suffix == ".safetensors":
+            with open_safetensors(file) as stored:
+                if name in stored.keys():  # noqa: SIM118
+                    weight: Tensor = stored.get_tensor(name)
+                    return weight
+    return None
+
+
 def stream_weights(skeleton: PreTrainedModel, files: list[Path]) -> Iterator[dict[str, Tensor]]:
     """Yield a model's weights and stored buffers, converted as `from_pretrained` does it.
 

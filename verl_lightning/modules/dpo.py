@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
@@ -20,7 +19,7 @@ from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.given import as_model, as_preference_loss
 from verl_lightning.modules.offline import NumberT, OfflineModule
-from verl_lightning.modules.reference import PreferenceSource, Reference
+from verl_lightning.modules.reference import PreferenceSource, Reference, preference_sources
 from verl_lightning.modules.resume_checks import Identity, config_text
 from verl_lightning.options import typed
 from verl_lightning.types import PreferenceBatch, Scores, TokenBatch
@@ -89,15 +88,9 @@ class DPOModule(OfflineModule):
         is_untrained = self.actor is None
         super().configure_model()
         self.policy.disable_dropout()
-        data: Any = getattr(self.trainer, "datamodule", None)
-        sources = list(getattr(data, "sources", {}).values())
-        if not sources or not all(isinstance(source, PreferenceSource) for source in sources):
-            raise MisconfigurationException(
-                f"`{type(self).__name__}` learns from preferences, but `data` is"
-                f" {'nothing' if data is None else f'a `{type(data).__name__}`'}. Use `PreferenceDataModule`."
-            )
+        sources, batch_size = preference_sources(self)
         if self.loss.needs_reference:
-            self._score_with_reference(sources, int(data.batch_size), is_untrained=is_untrained)
+            self._score_with_reference(sources, batch_size, is_untrained=is_untrained)
 
     def _score_with_reference(
         self, sources: Sequence[PreferenceSource], batch_size: int, *, is_untrained: bool
@@ -145,7 +138,7 @@ class DPOModule(OfflineModule):
         own, others = (replace(batch.select(slice(start, None, 2)), rows_per_example=1) for start in (0, 1))
         parts = self._micro_batches(others)
         gaps = [
-            (self._responses(scores, part).log_ratios, self._counts(part))
+            (self._responses(scores, part).log_ratios, part.counts)
             for part, scores in zip(parts, self.contract.forward(self.policy, parts), strict=True)
         ]
         sums = torch.stack([torch.stack([gap[counts].sum(), counts.sum()]) for gap, counts in gaps]).sum(0)
@@ -155,16 +148,12 @@ class DPOModule(OfflineModule):
 
     @override
     def count(self, batch: TokenBatch) -> Tensor:
-        return self._counts(batch).sum()
-
-    def _counts(self, batch: TokenBatch) -> Tensor:
-        """True for examples that are learnt from: not those that only fill up a batch."""
-        return batch.response_mask.any(-1).view(-1, batch.rows_per_example).all(-1)
+        return batch.counts.sum()
 
     def _responses(self, scores: Scores, batch: TokenBatch) -> Responses:
         assert isinstance(batch, PreferenceBatch)
         assert scores.log_probs is not None
-        counts = self._counts(batch).repeat_interleave(batch.rows_per_example)
+        counts = batch.counts.repeat_interleave(batch.rows_per_example)
         log_probs = torch.where(batch.response_mask, scores.log_probs, 0.0).sum(-1)
         # Any number for what is not learnt from, as long as all losses and their gradients are finite there.
         return Responses(
@@ -178,7 +167,7 @@ class DPOModule(OfflineModule):
     @override
     def losses(self, scores: Scores, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         assert isinstance(batch, PreferenceBatch)
-        responses, counts = self._responses(scores, batch), self._counts(batch)
+        responses, counts = self._responses(scores, batch), batch.counts
         losses, own = self.loss(responses)
         rewards = self.loss.rewards(responses).detach()
         log_probs = (responses.log_probs if self.loss.needs_reference else responses.mean_log_probs).detach()

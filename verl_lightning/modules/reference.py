@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from lightning.fabric.utilities import rank_zero_info
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -42,6 +43,22 @@ class PreferenceSource(Protocol):
 
     def share(self, *, batch_size: int, rank: int, world_size: int) -> Iterator[PreferenceBatch]:
         """Yields the examples of one of several ranks: every ``world_size``-th, as many on each."""
+
+
+def preference_sources(module: LightningModule) -> tuple[list[PreferenceSource], int]:
+    """Returns the examples that the data module of a run has read, and their number in a batch of one rank.
+
+    Raises:
+        MisconfigurationException: If the data are no preferences.
+    """
+    data: Any = getattr(module.trainer, "datamodule", None)
+    sources = list(getattr(data, "sources", {}).values())
+    if not sources or not all(isinstance(source, PreferenceSource) for source in sources):
+        raise MisconfigurationException(
+            f"`{type(module).__name__}` learns from preferences, but `data` is"
+            f" {'nothing' if data is None else f'a `{type(data).__name__}`'}. Use `PreferenceDataModule`."
+        )
+    return sources, int(data.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
