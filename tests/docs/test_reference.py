@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["reference.md", "reference/dpo.yaml", "reference/grpo.yaml", "reference/ppo.yaml", "reference/sft.yaml"]
+PAGES = [
+    "reference.md",
+    "reference/dpo.yaml",
+    "reference/grpo.yaml",
+    "reference/ppo.yaml",
+    "reference/reward_model.yaml",
+    "reference/sft.yaml",
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,9 @@ PROMPTS = f"""
 CHATS = """
 --data.train_files chats.jsonl --data.val_files chats.jsonl --data.batch_size 2 --data.max_length 64 --rollout null
 """
-PAIRS = f"{CHATS.replace('chats', 'pairs')} --model.reference_cache reference"
-WORDS = {"SFTModule": CHATS, "DPOModule": PAIRS, "PPOModule": PROMPTS}
+PAIRS = CHATS.replace("chats", "pairs")
+CACHED = f"{PAIRS} --model.reference_cache reference"
+WORDS = {"SFTModule": CHATS, "DPOModule": CACHED, "RewardModule": PAIRS, "PPOModule": PROMPTS}
 SIZES = "--megatron.tensor_parallel_size 2 --megatron.pipeline_parallel_size 1 --megatron.sequence_parallel false"
 
 

@@ -161,7 +161,7 @@ def test_another_reference_or_task_is_not_gone_on_with(tmp_path, tiny_folder, pa
 
 
 def test_options_that_do_nothing_are_refused(tiny_folder):
-    with pytest.raises(ValueError, match="`reference_cache` has no effect: `SimPO` compares with no reference"):
+    with pytest.raises(ValueError, match="`model.reference_cache` has no effect: `SimPO` compares with no reference"):
         make_dpo(tiny_folder, loss=SimPO(), reference_cache="a")
 
 

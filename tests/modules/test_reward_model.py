@@ -7,32 +7,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from tests.runs import Recorder, make_model_config, make_pairs, make_trainer
-from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.modules import RewardModule
 from verl_lightning.modules.reward_model import scored_at_the_end
 from verl_lightning.types import PreferenceBatch, TokenBatch
-
-
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory):
-    """A reward model of transformers' with a head of random weights."""
-    folder, tokenizer = tmp_path_factory.mktemp("reward") / "model", tiny_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_labels=1, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.score.weight, std=0.5)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def fit(tmp_path, folder, pairs, *callbacks, actor=None, module=None, **options):
@@ -122,5 +105,5 @@ def test_adapters_are_merged_into_what_is_written(tmp_path, tiny_folder, pair_fi
 
 
 def test_a_negative_weight_of_the_centre_is_refused(tiny_folder):
-    with pytest.raises(ValueError, match="`center_rewards_coefficient` must not be negative, got -1"):
+    with pytest.raises(ValueError, match="`model.center_rewards_coefficient` must not be negative, got -1"):
         RewardModule(make_model_config(tiny_folder), center_rewards_coefficient=-1.0)

@@ -11,7 +11,6 @@ import pytest
 from lightning.pytorch import seed_everything
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.modules.test_reward_model import reward_folder as reward_folder  # a fixture
 from tests.runs import Recorder, make_dpo, make_model_config, make_pairs, make_trainer
 from tests.tiny import quickstart, tiny_tokenizer, uneven_pair
 from verl_lightning.algorithms.preferences.dpo import DPO

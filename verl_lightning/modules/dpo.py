@@ -61,8 +61,8 @@ class DPOModule(OfflineModule):
         self.loss = as_preference_loss(loss or "DPO")
         if reference_cache is not None and not self.loss.needs_reference:
             raise ValueError(
-                f"`reference_cache` has no effect: `{type(self.loss).__name__}` compares with no reference. Leave it"
-                " out."
+                f"`model.reference_cache` has no effect: `{type(self.loss).__name__}` compares with no reference."
+                " Leave it out."
             )
         self.reference_cache = reference_cache
         self._reference_fingerprint: str | None = None

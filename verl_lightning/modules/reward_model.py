@@ -48,7 +48,9 @@ class RewardModule(OfflineModule):
     ) -> None:
         super().__init__(actor, max_tokens_per_micro_batch)
         if center_rewards_coefficient < 0:
-            raise ValueError(f"`center_rewards_coefficient` must not be negative, got {center_rewards_coefficient}.")
+            raise ValueError(
+                f"`model.center_rewards_coefficient` must not be negative, got {center_rewards_coefficient}."
+            )
         self.center_rewards_coefficient = center_rewards_coefficient
 
     @property
@@ -65,6 +67,7 @@ class RewardModule(OfflineModule):
     def configure_model(self) -> None:
         preference_sources(self)
         super().configure_model()
+        self.policy.disable_dropout()
         classifier_class(self.policy.backbone.config)
 
     @override
