@@ -23,7 +23,8 @@ all matter. **yes** under a strategy: two steps of SFT, then two of GRPO with `H
 transformers' own scores of the exported folder, by plain attention and one sequence at a time, are those that the run
 ended with, to 1e-5 of the largest in float32. **yes** under vLLM: after a sync of weights its log-probs of its own
 responses are transformers', to .0001 nats a token. A number is a sentence below with which the run ended before its
-first step, or with which vLLM refused the model. Other families may work; these are tested.
+first step, or with which vLLM refused the model; one that begins with FAULT is a crash that we know of. Other families
+may work; these are tested.
 
 `make families` runs all of it on a CPU, where Megatron-Core has no TransformerEngine, and writes this page.
 """
