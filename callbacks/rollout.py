@@ -152,9 +152,8 @@ class RolloutCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
         if self.max_staleness and self._saved:
-            module = pl_module
+            module = cast(SamplingModule, pl_module)
             self._ahead = restored(self._saved, lambda b: self._requests(module, b, self.sampling, "train"), module)
         self._saved = []
 

@@ -65,7 +65,10 @@ def test_settings_are_run_and_evaluated():
         ({"trainer": {"max_step": 3}}, "`trainer.max_step` is not a setting of `verl-fit`. Did you mean"),
         ({"megatron": 3}, "megatron"),
         ({"modle": {}}, "`modle` is not a group of settings. Did you mean `model`"),
-        ({"model": {"class_path": "ToyModule", "init_args": {"optim": {"lr": -1.0}}}}, "`optim.lr` must be above 0"),
+        (
+            {"model": {"class_path": "ToyModule", "init_args": {"optim": {"lr": -1.0}}}},
+            "`model.optim.lr` must be above 0",
+        ),
         ({"trainer": {"strategy": "dpd"}}, "`trainer.strategy` has no choice 'dpd'. Did you mean `ddp`"),
     ],
 )

@@ -181,11 +181,13 @@ class Parser(LightningArgumentParser):
             value, key = config.get(action.dest), f"{shown}{action.dest}"
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, Namespace) and "class_path" in item:
-                    located, settings = pydoc.locate(item.class_path), item.get("init_args", {})
+                    located, settings = pydoc.locate(item.class_path), item.get("init_args")
                 elif isinstance(item, Namespace):
                     group = getattr((self.groups or {}).get(action.dest), "group_class", None)
                     located, settings = group or next(self.parts_at(action.dest), None), item
                 else:
+                    continue
+                if settings is None:
                     continue
                 parser = class_parser(located)
                 yield from parser.find_refusals(settings, f"{key}.")

@@ -102,28 +102,33 @@ class SteppingEngine(ABC):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
         self._answers[key] = answer
-        if self._driver is None or self._driver.done():
+        if self._driver is None:
             self._driver = loop.create_task(self._drive())
-            self._driver.add_done_callback(self._end)
         return await answer
 
     async def _drive(self) -> None:
-        """Step as long as somebody waits, who may ask more between two steps."""
-        while self._answers:
-            for key, completion in self.step():
-                answer = self._answers.pop(key)
-                if not answer.done():  # else nobody waits any more
-                    answer.set_result(completion)
-            await asyncio.sleep(0)
+        """Step as long as somebody waits, who may ask more between two steps.
 
-    def _end(self, driver: asyncio.Task[None]) -> None:
-        """Tell those who still wait why nothing will come."""
-        answers, self._answers = self._answers, {}
-        error = asyncio.CancelledError() if driver.cancelled() else driver.exception()
-        for answer in answers.values():
-            if error is not None and not answer.done():
-                answer.set_exception(error)
-        self.abort()
+        No turn of the event loop lies between the last look at who waits and the end: whoever asks later is not
+        overlooked, but drives anew.
+        """
+        try:
+            while self._answers:
+                for key, completion in self.step():
+                    answer = self._answers.pop(key)
+                    if not answer.done():  # else nobody waits any more
+                        answer.set_result(completion)
+                await asyncio.sleep(0)
+        except BaseException as error:  # of whatever kind, it is the waiting ones who must hear of it
+            answers, self._answers = self._answers, {}
+            for answer in answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
+            self.abort()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._driver = None
 
 
 def late_message(names: Sequence[str], deadline: float) -> str:
