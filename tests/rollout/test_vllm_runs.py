@@ -42,12 +42,12 @@ def make_vllm_rollout(rollout_class=VLLMRollout, **changes):
     return rollout_class(**{"sampling": sampling, "val_sampling": sampling, "enforce_eager": True} | changes)
 
 
-class LossyEngine(VLLMEngine):
-    """A sync that loses one weight."""
+class WrongEngine(VLLMEngine):
+    """A sync that gets one weight wrong."""
 
     def load_weights(self, weights, version):
-        kept = ((name, weight) for name, weight in weights if "layers.0.mlp.down_proj" not in name)
-        super().load_weights(kept, version)
+        sent = ((name, weight * ("layers.0.mlp.down_proj" not in name)) for name, weight in weights)
+        super().load_weights(sent, version)
 
 
 class StaleEngine(VLLMEngine):
@@ -59,7 +59,7 @@ class StaleEngine(VLLMEngine):
         self._version = version
 
 
-@pytest.mark.parametrize(("engine_class", "step"), [(LossyEngine, 0), (StaleEngine, 1)])
+@pytest.mark.parametrize(("engine_class", "step"), [(WrongEngine, 0), (StaleEngine, 1)])
 def test_the_canary_stops_a_run_whose_sync_is_broken(tmp_path, folder, prompt_file, engine_class, step):
     class BrokenRollout(VLLMRollout):
         def make_engine(self, module):

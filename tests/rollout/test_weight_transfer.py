@@ -98,7 +98,7 @@ def test_an_engine_uses_what_vllms_own_transfer_brings(tmp_path):
     engine.start_weights()
     for chunk in chunks(weights.items(), 2**12):
         engine.receive_weights(describe(chunk))
-    engine.finish_weights()
+    engine.finish_weights(1)
     engine._running.apply_model(repack_output_heads)  # only on CPUs
 
     greedy = SamplingConfig(max_new_tokens=12, temperature=0.0)
