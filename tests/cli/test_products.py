@@ -34,7 +34,7 @@ class CheckedCLI(ParsedCLI):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(path.parents[2])))
 def test_every_configuration_of_the_repository_parses(path):
     config = CheckedCLI(["--config", str(path)]).config.fit
-    assert config.model.class_path.startswith("verl_lightning.modules.")
+    assert config.model.class_path.startswith("verl_lightning.")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_ppo_trains_and_its_saved_settings_repeat_it(ppo_config, folder):
     [
         (
             "--model.actor.optim.lrr 1",
-            "`model.actor.optim.lrr` is not a setting of `PPOModule`. Did you mean `model.ac",
+            "`model.actor.optim.lrr` is not a setting of `ModelConfig`. Did you mean `model.ac",
         ),
-        ("--model.advantage GRP", "`model.advantage`: there is no class `GRP` to choose here. Did you mean `GRPO`?"),
+        ("--model.advantage GRP", "`model.advantage` has no choice 'GRP'. Did you mean `GRPO`?"),
         ("--model.update.micro_batch_size 0", "`model.update.micro_batch_size` must be"),
         ("--rollout.sampling.temperatur 1", "`rollout.sampling.temperatur` is not a setting of `HFRollout`. Did you"),
         ("--data.prompt_per_step 1", "`data.prompt_per_step` is not a setting of `PromptDataModule`. Did you mean"),

@@ -118,7 +118,7 @@ def test_refusals_reach_the_caller_as_themselves(joined_cluster):
 def test_each_back_end_has_its_pool():
     assert isinstance(make_pool(RewardConfig(function="gsm8k")), RewardPool)
     assert isinstance(make_pool(RewardConfig(function="gsm8k", backend="ray")), RayRewardPool)
-    with pytest.raises(ValueError, match="`processes` or `ray`"):
+    with pytest.raises(TypeError, match="expected one of 'processes', 'ray', got 'threads'"):
         RewardConfig(function="gsm8k", backend="threads")
 
 

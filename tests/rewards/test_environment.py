@@ -53,7 +53,7 @@ def test_arguments_may_refer_to_the_environment(make_sample, start_pool):
 
 @pytest.mark.parametrize(("name", "allowed"), [("ABSENT", None), ("MINE", [])])
 def test_references_to_what_is_not_there_are_refused(start_pool, name, allowed):
-    message = f"`reward.arguments` refers to `${{{name}}}`, but the reward's workers have no environment variable"
+    message = f"`model.reward.arguments` refers to `${{{name}}}`, but the reward's workers have no environment variable"
     with pytest.raises(ValueError, match=re.escape(message)):
         start_pool("reward_functions.py:takes_key", arguments={"key": f"${{{name}}}"}, environment=allowed)
 

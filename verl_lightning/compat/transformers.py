@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,6 +34,8 @@ def takes_other_kernels(config: PreTrainedConfig) -> bool:
 
 def causal_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Class of the causal language model of a config; None if transformers has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     return cast("type[PreTrainedModel] | None", MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
 
 
