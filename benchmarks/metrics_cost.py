@@ -37,7 +37,7 @@ from tests.runs import make_chats, make_ppo, make_prompts, make_rollout, make_sf
 from tests.tiny import quickstart, tiny_tokenizer, write_chat_file, write_prompt_file
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.modules import PPOModule, base, sft
+from verl_lightning.modules import PPOModule, base, offline
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.telemetry import batch_phases
 from verl_lightning.telemetry.batch_phases import BatchPhases
@@ -103,7 +103,7 @@ def metered(metrics: Meter, profiler: Meter) -> Iterator[None]:
     with ExitStack() as stack:
         for name in hooks(BatchPhases):
             stack.enter_context(patch.object(BatchPhases, name, metrics.timed(getattr(BatchPhases, name))))
-        for module in (sft, batch_phases):
+        for module in (offline, batch_phases):
             stack.enter_context(patch.object(module, "log_step", metrics.timed(module.log_step)))
         finish = metrics.timed(PPOModule._finish_iteration)
         stack.enter_context(patch.object(PPOModule, "_finish_iteration", finish))

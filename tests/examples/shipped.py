@@ -31,7 +31,7 @@ PROMPTS = f"""
 CHATS = """
 --data.train_files chats.jsonl --data.val_files chats.jsonl --data.batch_size 2 --data.max_length 64 --rollout null
 """
-PAIRS = CHATS.replace("chats", "pairs")
+PAIRS = CHATS.replace("chats", "pairs") + "--trainer.accumulate_grad_batches 1"
 CACHED = f"{PAIRS} --model.reference_cache reference"
 WORDS = {"SFTModule": CHATS, "DPOModule": CACHED, "RewardModule": PAIRS, "PPOModule": PROMPTS}
 SIZES = "--megatron.tensor_parallel_size 2 --megatron.pipeline_parallel_size 1 --megatron.sequence_parallel false"
