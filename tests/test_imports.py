@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
 FACTS = {"faults", "needs", "processes", "types", "metrics", "options", "ranges", "run_folders", "seeding"}
-CLI = {"cli", "launch", "loggers", "migrate"}
+CLI = {"cli", "launch", "loggers", "migrate", "submit"}
 BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
     "compat": set(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ from verl_lightning.processes.signals import EndSoon, listen
 
 HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
+       verl-fit slurm --time T --nodes N [ray ...] --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit migrate FILE [KEY=VALUE ...]
        verl-fit doctor [PART ...]
 
@@ -29,6 +30,7 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
   test       The same on the test data.
   ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
+  slurm      Write a job script for SLURM that runs any of these; see verl-fit slurm --help.
   migrate    Translate a configuration of verl; see verl-fit migrate --help.
   doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
 
@@ -74,18 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] == "migrate":
         from verl_lightning.migrate.command import main as migrate  # late: only this needs its tables
 
-        try:
-            migrate(argv[1:])
-        except (OSError, ValueError) as error:
-            fail(str(error))
-        raise SystemExit(0)
+        answer(migrate, argv[1:])
+    if argv[0] == "slurm":
+        from verl_lightning.submit.command import submit_to_slurm  # late: others do without
+
+        answer(submit_to_slurm, argv[1:])
     if argv[0] == "doctor":
         from verl_lightning.cli.doctor import main as examine  # late: it reads torch
 
-        try:
-            examine(argv[1:])
-        except ValueError as error:
-            fail(str(error))
+        answer(examine, argv[1:])
     sys.path.append(os.getcwd())
     sys.excepthook = show_error
     try:
@@ -104,6 +103,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(arguments)
     finally:
         stop_listening()
+
+
+def answer(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoReturn:
+    """Runs a subcommand that trains nothing, and ends the process.
+
+    Args:
+        command: Function that takes the words after the subcommand's name.
+        argv: Those words.
+    """
+    try:
+        command(argv)
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    raise SystemExit(0)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -68,25 +68,37 @@ def parse_launch(argv: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     Raises:
         ValueError: If an option has a bad value, stands too late, or no words for ``verl-fit`` follow.
     """
-    parser = _make_parser()
-    known = {flag for action in actions_of(parser) for flag in action.option_strings}
-    end = 0
-    while end < len(argv) and (flag := argv[end].partition("="))[0] in known:
-        end += 1 if flag[1] or flag[0] in ("-h", "--help") else 2
-    options = LaunchOptions(**vars(parser.parse_args(argv[:end])))
-    words = list(argv[end + (argv[end : end + 1] == ["--"]) :])
-    for word in words:
-        _check_word(word.partition("=")[0], known)
-    if not words:
-        raise ValueError("`verl-fit ray` needs the usual settings too, such as `--config ppo.yaml`.")
+    given, words = split_words(_make_parser(), argv)
+    options = LaunchOptions(**vars(given))
+    for name in (word.partition("=")[0] for word in words):
+        if name in ("--trainer.devices", "--trainer.num_nodes"):
+            raise ValueError(f"`{name}` does not apply under Ray, whose placement decides it. Use `--num-workers`.")
     return options, words
 
 
-def _check_word(name: str, known: set[str]) -> None:
-    if name in known - {"-h", "--help"}:
-        raise ValueError(f"`{name}` is an option of `verl-fit ray`: put it before the settings of the run.")
-    if name in ("--trainer.devices", "--trainer.num_nodes"):
-        raise ValueError(f"`{name}` does not apply under Ray, whose placement decides it. Use `--num-workers`.")
+def split_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Splits a command line into a launcher's own options and the words of ``verl-fit`` behind them.
+
+    Args:
+        parser: Parser of the launcher's options, with the launcher's name.
+        argv: Options of the launcher, then, after a ``--`` or not, the others.
+
+    Raises:
+        ValueError: If an option stands too late, or no words for ``verl-fit`` follow.
+    """
+    argv = list(argv)
+    num_words = {flag: 1 + (action.nargs != 0) for action in actions_of(parser) for flag in action.option_strings}
+    end = 0
+    while end < len(argv) and (flag := argv[end].partition("="))[0] in num_words:
+        end += 1 if flag[1] else num_words[flag[0]]
+    options = parser.parse_args(argv[:end])
+    words = argv[end + (argv[end : end + 1] == ["--"]) :]
+    for name in (word.partition("=")[0] for word in words):
+        if name in num_words.keys() - {"-h", "--help"}:
+            raise ValueError(f"`{name}` is an option of `{parser.prog}`: put it before the settings of the run.")
+    if not words:
+        raise ValueError(f"`{parser.prog}` needs the usual settings too, such as `--config ppo.yaml`.")
+    return options, words
 
 
 def _make_parser() -> argparse.ArgumentParser:
