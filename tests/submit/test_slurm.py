@@ -72,12 +72,12 @@ for node in "${nodes[@]:1}"; do
 ray start --address="$head" --num-cpus=64 --num-gpus=8 --block &
 done
 
+trap '[ -z "$driver" ] || kill -USR1 "$driver"' USR1
 verl-fit ray --num-workers 16 --wait 300 --address "$head" -- --config grpo --trainer.logger.version grpo-7b \
 --ckpt_path auto &
 driver=$!
-trap 'kill -USR1 "$driver"' USR1
 wait "$driver"; code=$?
-while kill -0 "$driver" 2> /dev/null; do wait "$driver"; code=$?; done
+while [ "$code" -eq 138 ]; do wait "$driver"; code=$?; done  # USR1 ends a wait, not the driver
 if [ "$code" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID" || echo "verl-fit slurm: not requeued; sbatch the script again." >&2
 fi
@@ -233,7 +233,7 @@ def cluster(tmp_path):
         "srun": 'while [[ $1 == -* ]]; do shift; done; "$@"; ',
         "scontrol": '[[ $1 == show ]] && printf "n1\\nn2\\n"; exit "${FAILS:-0}"',
         "ray": "",
-        "verl-fit": 'trap "exit 75" USR1; touch started; if [[ $WAITS ]]; then sleep 60 & wait; fi; exit "$CODE"',
+        "verl-fit": 'trap "kill %1; exit 75" USR1; sleep "${WAITS:-0}" &> /dev/null & touch started; wait; exit "$CODE"',
     }
     for name, body in bodies.items():
         (programs / name).write_text(f"#!/bin/bash\n{note}{body}\n")
@@ -269,10 +269,12 @@ def test_a_job_that_can_not_be_requeued_says_what_to_do(cluster):
 
 
 def test_under_ray_the_warning_reaches_the_driver_and_the_job_is_requeued(cluster, tmp_path):
-    process = cluster(cluster.script(*UNDER_RAY, "--config", "grpo"), CODE="0", WAITS="1")
-    while not (tmp_path / "started").exists():
+    process = cluster(cluster.script(*UNDER_RAY, "--config", "grpo"), CODE="0", WAITS="60")
+    while not (tmp_path / "started").exists() or (tmp_path / "calls").read_text().count("\nray start") < 2:
+        time.sleep(0.01)  # the nodes start in the background
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
         time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
 
     process.communicate()
     assert process.returncode == 75

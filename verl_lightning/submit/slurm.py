@@ -286,11 +286,11 @@ def ray_lines(run: Run, words: Sequence[str], gpus: int, cpus: Sequence[str]) ->
         f'    {step} --nodelist="$node" ray start --address="$head" {ray} &',
         "done",
         "",
+        'trap \'[ -z "$driver" ] || kill -USR1 "$driver"\' USR1',
         f'verl-fit {shlex.join(command)} --address "$head" -- {shlex.join(words)} &',
         "driver=$!",
-        "trap 'kill -USR1 \"$driver\"' USR1",
         'wait "$driver"; code=$?',
-        'while kill -0 "$driver" 2> /dev/null; do wait "$driver"; code=$?; done',
+        'while [ "$code" -eq 138 ]; do wait "$driver"; code=$?; done  # USR1 ends a wait, not the driver',
     ]
 
 
