@@ -233,7 +233,7 @@ def cluster(tmp_path):
         "srun": 'while [[ $1 == -* ]]; do shift; done; "$@"; ',
         "scontrol": '[[ $1 == show ]] && printf "n1\\nn2\\n"; exit "${FAILS:-0}"',
         "ray": "",
-        "verl-fit": 'trap "kill %1; exit 75" USR1; sleep "${WAITS:-0}" &> /dev/null & touch started; wait; exit "$CODE"',
+        "verl-fit": 'trap "kill %1; exit 75" USR1; sleep "${WAITS-0}" &> /dev/null & touch started; wait; exit "$CODE"',
     }
     for name, body in bodies.items():
         (programs / name).write_text(f"#!/bin/bash\n{note}{body}\n")
