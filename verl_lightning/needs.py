@@ -142,7 +142,7 @@ def missing_adapter(folder: Path) -> str | None:
 
 def is_looked_up(path: str) -> bool:
     """Tells whether a checkpoint is a remote one, or one that is found only when the run's folders are known."""
-    return path in ("last", "auto", "hpc") or "://" in path or path.startswith("registry")
+    return path in ("last", "auto") or "://" in path or path.startswith("registry")
 
 
 def missing_checkpoint(path: str) -> str | None:
@@ -151,6 +151,8 @@ def missing_checkpoint(path: str) -> str | None:
         return None
     if path == "best":
         return "`--ckpt_path best` is known only to the process that trained; give its file, or `last`."
+    if path == "hpc":
+        return "`--ckpt_path hpc` is of Lightning's own requeueing, which `verl-fit slurm` does without: give `auto`."
     if Path(path).exists():
         return None
     close = difflib.get_close_matches(path, [str(neighbour) for neighbour in Path(path).parent.glob("*")], n=1)

@@ -64,6 +64,7 @@ FLAGS = [
     ("--trainer.profiler simpl", "`trainer.profiler` has no choice 'simpl'. Did you mean `simple`?"),
     ("--ckpt_path base.yml", "`--ckpt_path base.yml` does not exist. Did you mean `base.yaml`?"),
     ("--ckpt_path no/such.ckpt", "`--ckpt_path no/such.ckpt` does not exist. Give a checkpoint's file or folder, or"),
+    ("--ckpt_path hpc", "`--ckpt_path hpc` is of Lightning's own requeueing, which `verl-fit slurm` does without: "),
     ("--ckpt_path best", "`--ckpt_path best` is known only to the process that trained; give its file, or `last`."),
     ("validate", "the subcommand comes first: `verl-fit validate ...`."),
     ("--config bas.yaml", "`--config bas.yaml` is neither a file nor a shipped configuration"),

@@ -256,3 +256,11 @@ def test_a_run_without_batches_is_refused(tmp_path, tiny_folder, chats, prompt_f
         module, data, callbacks = make_ppo(tiny_folder), make_prompts(prompt_file), [make_rollout()]
     with pytest.raises(MisconfigurationException, match=r"limit_train_batches` is 0, so there is nothing to train on"):
         make_trainer(tmp_path, *callbacks, limit_train_batches=0).fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize("passes", [0, -1])
+def test_a_step_without_a_batch_is_refused(passes, tmp_path, tiny_folder, chats):
+    with pytest.raises(
+        MisconfigurationException, match=f"`trainer.accumulate_grad_batches` must be at least 1, got {passes}"
+    ):
+        fit(tmp_path, tiny_folder, chats, accumulate_grad_batches=passes)
