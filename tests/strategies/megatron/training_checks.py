@@ -47,8 +47,8 @@ class ExplodingSFT(SFTModule):
     """Its loss is infinite in the second step on the first rank."""
 
     @override
-    def _loss(self, scores: Any, batch: Any) -> Any:
-        loss, metrics = super()._loss(scores, batch)
+    def _share(self, scores: Any, batch: Any) -> Any:
+        loss, metrics = super()._share(scores, batch)
         is_bad = self.trainer.global_step == 1 and self.contract.data_parallel_rank == 0
         return loss * (float("inf") if is_bad else 1.0), metrics
 
