@@ -21,7 +21,7 @@ def planned_share(module: PostTrainingModule, *, dtype: str, num_devices: int, s
         module: Module in its run.
         dtype: Name of the type of the engine's weights.
         num_devices: Number of devices that share one engine.
-        sleeps: Whether the engine gives its memory back while the policy learns.
+        sleeps: True if the engine gives its memory back while the policy learns.
     """
     width = getattr(torch, dtype).itemsize
     size = model_size(build_skeleton(module.policy_config, "policy", trainable=False))
@@ -33,7 +33,7 @@ def share_of(plan: MemoryPlan, *, sleeps: bool, weights: int) -> float:
 
     Args:
         plan: Memory plan of a device, without an engine.
-        sleeps: Whether the engine gives its memory back while the policy learns.
+        sleeps: True if the engine gives its memory back while the policy learns.
         weights: Bytes of the engine's weights on the device.
 
     Raises:

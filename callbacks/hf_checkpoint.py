@@ -51,7 +51,7 @@ class HFCheckpoint(FolderCheckpoint):
         every_n_train_steps: Write a folder every so many steps (of PPO: iterations); null writes none in between,
             unless there is a ``monitor``.
         role: Model to write; ``critic`` needs a critic with a trunk of its own.
-        merge_adapters: Whether to write whole models with LoRA's adapters merged in.
+        merge_adapters: True writes whole models with LoRA's adapters merged in.
         dtype: Stored type of the weights; null leaves them as they are trained.
         max_shard_gib: Largest size of one file of weights, in GiB; as much memory is needed while saving.
 

@@ -1,4 +1,4 @@
-"""Where a rollout's engines run: in processes beside the training processes, or in Ray actors."""
+"""Places where a rollout's engines run: in processes beside the training processes, or in Ray actors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl_lightning.rollout.weight_transfer import Transfer, choose_transfer
 
 
 class Placement(ABC):
-    """Where the engines of a rollout run, if not in the training processes."""
+    """A place where the engines of a rollout run, other than the training processes."""
 
     max_restarts: int | None = None
     """Most deaths of engines that the callback makes good for; None where others do."""

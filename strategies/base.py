@@ -132,7 +132,7 @@ class PostTrainingStrategy:
         Args:
             optimizer: Optimizer from ``LightningModule.optimizers()``.
             max_norm: Largest global norm; 0 does not clip.
-            count: Whether this step moves ``trainer.global_step``: one does in each iteration.
+            count: True if this step moves ``trainer.global_step``: one does in each iteration.
 
         Returns:
             The norm before clipping, over all ranks.
@@ -193,7 +193,7 @@ class PostTrainingStrategy:
             size: Size of the whole model.
             config: Options of the model and of its training.
             tokens: Tokens of the largest forward and backward pass, None where not known.
-            accumulates: Whether an optimizer step has several such passes.
+            accumulates: True if an optimizer step has several such passes.
         """
         del accumulates
         return whole_memory(size, self.compute_types(config), tokens, keeps_gradients=False)

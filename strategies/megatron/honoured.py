@@ -30,7 +30,7 @@ NO_EFFECT = frozenset(
 """
 
 FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's Llama-3 scaling of positions always has, whatever the config says."""
+"""Numbers that Megatron's Llama-3 scaling of positions always has, whatever the config says."""
 
 MISSING = object()
 

@@ -34,7 +34,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Those whose weights and scores are compared with transformers' in `test_checks.py`."""
 
 ALWAYS = {"norm_topk_prob": True}
-"""What all models of mbridge have, whatever their configs say."""
+"""Settings that all models of mbridge have, whatever their configs say."""
 
 FUSED_NAMES = (
     (r"\.to_wrap\.", "."),

@@ -48,7 +48,7 @@ def build_model(
         trainable: False freezes every weight, and wraps nothing.
         settings: Settings of the strategy.
         ddp_options: Options of the user for models in training.
-        use_distributed_optimizer: Whether ranks share the optimizer's state of models in training.
+        use_distributed_optimizer: True if ranks share the optimizer's state of models in training.
         bridge: Package that maps weights.
     """
     ddp_config = make_ddp_config(ddp_options, use_distributed_optimizer=use_distributed_optimizer)
