@@ -34,10 +34,12 @@ ALLOWED = {
     "ray": BASE,
     "rewards": BASE | {"ray"},
     "rollout": BASE | {"models", "ray"},
+    "environments": BASE | {"data", "models", "rewards", "rollout"},
     "strategies": BASE | {"models"},
     "telemetry": BASE | {"models", "strategies"},
-    "modules": BASE | {"algorithms", "data", "models", "rewards", "rollout", "strategies", "telemetry"},
-    "callbacks": BASE | {"algorithms", "models", "ray", "rewards", "rollout", "strategies", "telemetry", "modules"},
+    "modules": BASE | {"algorithms", "data", "environments", "models", "rewards", "rollout", "strategies", "telemetry"},
+    "callbacks": BASE
+    | {"algorithms", "environments", "models", "modules", "ray", "rewards", "rollout", "strategies", "telemetry"},
 }
 BELOW_CLI = BASE | ALLOWED.keys()
 ALLOWED |= dict.fromkeys(CLI, BELOW_CLI | CLI)

@@ -1,0 +1,70 @@
+"""The world of one task, in which the policy acts turn by turn, and what it answers to a turn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""A message of a chat: ``role``, ``content``, and ``tool_calls`` where an assistant calls tools."""
+
+Row = Mapping[str, Any]
+"""All columns of a data row, such as ``prompt``, ``data_source`` and ``reward_model``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's answer to one turn of the policy."""
+
+    messages: str | Sequence[Message] = ()
+    """Messages that the policy reads next; a text is what the user says."""
+
+    reward: float = 0.0
+    """Reward of the turn; an episode's reward is the sum of those of its turns."""
+
+    done: bool = False
+    """True if the episode is over."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name, which are added up over the episode and logged as ``env/<environment>/<name>``."""
+
+
+class Environment(ABC):
+    """One task's world; each episode has one of its own, and runs in a thread of its own.
+
+    A class is made anew for each episode, with the arguments of the configuration. What it says must depend only on the
+    row and on what it is told, so that a run that is resumed goes on as before.
+    """
+
+    tools: Sequence[Callable[..., Any]] = ()
+    """Typed and documented functions that the policy may call, whose schemas the chat template gets."""
+
+    async def reset(self, row: Row) -> str | Sequence[Message]:
+        """Begin an episode; return what the policy reads first.
+
+        Args:
+            row: Row of the data that the episode is about.
+
+        Returns:
+            Messages, or a text that the user says; the row's own ``prompt`` unless overridden.
+        """
+        messages: Sequence[Message] = row["prompt"]
+        return messages
+
+    @abstractmethod
+    async def step(self, message: Message) -> Step:
+        """Answer the policy's turn.
+
+        Args:
+            message: Turn of the policy: ``role``, ``content`` without special tokens, and ``tool_calls`` if it has any.
+        """
+
+    async def close(self) -> None:  # noqa: B027
+        """Give back what the episode holds; called once for each that has begun, failed or not."""
+
+
+def as_messages(messages: str | Sequence[Message]) -> list[Message]:
+    """Returns messages as a list; a text is what the user says."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)

@@ -1,0 +1,83 @@
+"""An episode as tokens, which are never made again from text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from verl_lightning.rollout.base import Completion, Request
+from verl_lightning.seeding import derive_seed
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """What was said in an episode so far, token by token."""
+
+    prompt_ids: list[int]
+    """Tokens that the policy's first turn follows."""
+
+    ids: list[int] = field(default_factory=list)
+    """Tokens after the prompt: the policy's turns, and what it read between them."""
+
+    mask: list[bool] = field(default_factory=list)
+    """True on the policy's own tokens."""
+
+    log_probs: list[float] = field(default_factory=list)
+    """Log-probs of the policy's own tokens as they were sampled, in nats; 0 elsewhere."""
+
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each of the policy's own tokens; -1 elsewhere."""
+
+    ends: list[int] = field(default_factory=list)
+    """Number of ``ids`` at the end of each of the policy's turns."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Reward of each of the policy's turns."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sum of each of the environment's metrics over the turns."""
+
+    is_truncated: bool = False
+    """True if the episode ended for want of tokens or turns."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy."""
+        return len(self.ends)
+
+    def next_request(self, request: Request) -> Request:
+        """Returns the request for the policy's next turn.
+
+        Args:
+            request: Request for the first turn, whose ``max_new_tokens`` bounds all that follows the prompt.
+        """
+        room = request.sampling.max_new_tokens - len(self.ids)
+        turn = self.num_turns
+        return Request(
+            prompt_ids=self.prompt_ids + self.ids,
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=room),
+            seed=request.seed if turn == 0 else derive_seed("turn", request.seed, turn),
+            name=request.name,
+        )
+
+    def add_turn(self, completion: Completion) -> None:
+        """Add what the policy said."""
+        self._append(completion.token_ids, completion.log_probs, version=completion.weights_version)
+        self.ends.append(len(self.ids))
+
+    def add_read(self, ids: list[int]) -> None:
+        """Add what the policy reads."""
+        self._append(ids, [0.0] * len(ids), version=None)
+
+    def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Add the environment's judgement of the newest turn."""
+        self.rewards.append(float(reward))
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def _append(self, ids: list[int], log_probs: list[float], *, version: int | None) -> None:
+        self.ids += ids
+        self.mask += [version is not None] * len(ids)
+        self.log_probs += log_probs
+        self.versions += [-1 if version is None else version] * len(ids)
