@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
@@ -26,7 +27,11 @@ class HFRollout(RolloutCallback):
         sampling: Settings by which training responses are sampled.
         val_sampling: Settings by which validation and test responses are sampled.
         batch_size: Most sequences sampled at once; bounds the memory of the key-value cache.
-        turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        environment: World in which the policy acts turn by turn, such as a game or tools: the import path of a class,
+            a file (``path/to/file.py:Game``), either as ``path`` beside ``arguments``, or several by the names that
+            rows have in their column ``environment``. Null samples single responses.
+        episodes: Limits of the episodes in environments.
+        turns: Sample conversations with replies of plain text; ``environment`` can do more.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1: each batch is then sampled while the policy learns from the one before.
         placement: Where engines run: `Beside` the trainer in processes of their own, or in `RayActors`; null is in the
@@ -49,6 +54,8 @@ class HFRollout(RolloutCallback):
         sampling: SamplingConfig = SamplingConfig(),
         val_sampling: SamplingConfig = SamplingConfig(),
         batch_size: int = 1024,
+        environment: Given | None = None,
+        episodes: EpisodesConfig = EpisodesConfig(),
         turns: TurnsConfig | None = None,
         max_staleness: int = 0,
         placement: Placement | None = None,
@@ -62,7 +69,7 @@ class HFRollout(RolloutCallback):
             "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
         val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
-        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit)
+        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes)
         if placement is None and canary_limit is None:
             self._canary = None  # weights are copied in this process, and each name is looked for
         for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():

@@ -58,7 +58,15 @@ class RayRollout(RolloutCallback):
         placement = RayActors(
             num_replicas=num_replicas, gpus_per_replica=gpus_per_replica, cpus_per_replica=cpus_per_replica
         )
-        super().__init__(rollout.sampling, rollout.val_sampling, rollout.turns, max_staleness, placement)
+        super().__init__(
+            rollout.sampling,
+            rollout.val_sampling,
+            rollout.turns,
+            max_staleness,
+            placement,
+            environment=rollout.environment,
+            episodes=rollout.episodes,
+        )
         self.rollout = rollout
         self._actors = rollout.placement = placement
         # `HFRollout` samples no canary in the training process, where its engine is not now.

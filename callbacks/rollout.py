@@ -26,13 +26,15 @@ from verl_lightning.callbacks.rollout_queue import (
     own_part,
     restored,
 )
+from verl_lightning.environments.config import Environments, EpisodesConfig, Given
+from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner, episode_requests
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, to_rollout, version_message, wait_for
 from verl_lightning.rollout.stepping import SteppingEngine
-from verl_lightning.rollout.turns import TurnsConfig, converse
+from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.weight_sums import difference_message, weight_sums
 from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.types import PromptBatch, Rollout
@@ -59,14 +61,17 @@ class RolloutCallback(Callback):
     Args:
         sampling: Settings by which training responses are sampled.
         val_sampling: Settings by which validation and test responses are sampled.
-        turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        turns: Sample conversations with replies of plain text; `environment` can do more. Null samples single
+            responses.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1.
         placement: Where engines run, such as `Beside` or `RayActors`; null is in the training processes.
         canary_limit: Largest gap of the canary, in nats per token; null follows the type in which both compute.
+        environment: World in which the policy acts turn by turn; see `Environments`. Null samples single responses.
+        episodes: Limits of the episodes in environments.
 
     Raises:
-        ValueError: If ``max_staleness`` is neither, or conversations are to be sampled ahead.
+        ValueError: If ``max_staleness`` is neither, conversations are to be sampled ahead, or an environment is none.
         MisconfigurationException: In ``setup``, if the module does not learn from responses, or nothing corrects for
             their age.
     """
@@ -79,13 +84,22 @@ class RolloutCallback(Callback):
         max_staleness: int = 0,
         placement: Placement | None = None,
         canary_limit: float | None = None,
+        environment: Given | None = None,
+        episodes: EpisodesConfig = EpisodesConfig(),
     ) -> None:
         if max_staleness not in (0, 1):
             raise ValueError(f"`rollout.max_staleness` must be 0 or 1, got {max_staleness}.")
-        if max_staleness and turns is not None:
+        if turns is not None and environment is not None:
+            raise ValueError("`rollout.turns` and `rollout.environment` both name an environment. Leave out `turns`.")
+        if max_staleness and (turns is not None or environment is not None):
+            given = "environment" if turns is None else "turns"
             raise ValueError(
-                "`rollout.max_staleness: 1` samples single responses. Set it to 0, or take `rollout.turns` out."
+                f"`rollout.max_staleness: 1` samples single responses. Set it to 0, or take `rollout.{given}` out."
             )
+        self.environment = environment
+        self.episodes = episodes
+        self._environments = Environments(environment) if environment is not None else turns
+        self._runner: EpisodeRunner | None = None
         self.sampling = sampling
         self.val_sampling = val_sampling
         self.turns = turns
@@ -128,6 +142,23 @@ class RolloutCallback(Callback):
         if self._canary is not None:
             self._canary.forget()
         self._engine, self._has_started = self._place(pl_module), False
+        self._runner = None if self._environments is None else self._make_runner(pl_module, self._environments)
+
+    def _make_runner(self, module: SamplingModule, environments: Environments | TurnsConfig) -> EpisodeRunner:
+        """Make what plays episodes, once it has found no fault in the environments."""
+        source, config = module.prompt_source, self.episodes
+        if isinstance(environments, TurnsConfig):
+            config = dataclasses.replace(config, max_turns=environments.max_turns)
+        runner = EpisodeRunner(
+            environments=environments,
+            config=config,
+            tokenizer=module.tokenizer,
+            eos_token_ids=module.eos_token_ids,
+            max_prompt_length=None if source is None else source.max_prompt_length,
+            enable_thinking=None if source is None else source.enable_thinking,
+        )
+        runner.check()
+        return runner
 
     def _place(self, module: PostTrainingModule) -> Engine:
         """Make an engine at its place."""
@@ -275,6 +306,9 @@ class RolloutCallback(Callback):
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
+        if self._runner is not None:
+            self._runner.stop()
+            self._runner = None
 
     def _make_ready(self, trainer: Trainer) -> None:
         """Start the engine unless it runs. Collective.
@@ -318,39 +352,42 @@ class RolloutCallback(Callback):
             self._ahead.settle()
         self._sync(module, batch)
         with module.phase("gen"):
-            return self._answer(module, self._requests(module, batch, sampling, purpose), sampling, self.turns)
+            requests: Sequence[Request] = self._requests(module, batch, sampling, purpose)
+            if self._runner is not None:
+                requests = episode_requests(requests, batch.rows, num_samples=sampling.num_samples)
+            return self._answer(module, requests, sampling)
 
     def _answer(
         self,
         module: PostTrainingModule,
         requests: Sequence[Request],
         sampling: SamplingConfig,
-        turns: TurnsConfig | None = None,
     ) -> Rollout:
         """Answer requests that other ranks may have too: each answers a part, and all get the whole. Collective."""
         part = own_part(requests, sampling, module.contract)
-        completions = self._attempt(module, lambda: self._complete(module, part, turns))
+        completions = self._attempt(module, lambda: self._complete(module, part))
         return self._rollout(module, requests, join_parts(completions, module.contract), sampling)
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
         return work() if self._replacements is None else self._replacements.attempt(module, work)
 
-    def _complete(
-        self, module: PostTrainingModule, requests: Sequence[Request], turns: TurnsConfig | None = None
-    ) -> list[Completion]:
-        """Ask the engine for single responses or conversations.
+    def _complete(self, module: PostTrainingModule, requests: Sequence[Request]) -> list[Completion]:
+        """Ask the engine for single responses or episodes.
 
         Raises:
-            RunError: If the engine answers with other weights than those that it was sent last.
+            RunError: If the engine answers with other weights than those that it was sent last, or too many episodes
+                fail.
         """
         engine, version = self._engine, self._weights_version
         assert engine is not None
-        generate = engine.generate
-        if turns is not None:
-            generate = functools.partial(converse, generate, turns=turns, tokenizer=module.tokenizer)
-        completions = wait_for(answer(generate, requests))
-        if others := {each.weights_version for each in completions} - {version}:
+        episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
+        if self._runner is not None and episodes:
+            completions = wait_for(self._runner.run(engine.generate, episodes))
+        else:
+            completions = wait_for(answer(engine.generate, requests))
+        sampled = [each for each in completions if each.is_own is None or any(each.is_own)]
+        if others := {each.weights_version for each in sampled} - {version}:
             raise RunError(version_message(others.pop(), version))
         return completions
 

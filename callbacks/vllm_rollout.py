@@ -17,6 +17,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.placement import Beside, Placement, trainer_gpu
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.hf_folder import stored_weights
 from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
@@ -57,7 +58,11 @@ class VLLMRollout(RolloutCallback):
         tensor_parallel_size: Training processes that share one engine, for models that don't fit on one GPU; it must
             divide their number.
         beside: Old name of ``placement: Beside``.
-        turns: Sample conversations with an environment, such as a tool; null samples single responses.
+        environment: World in which the policy acts turn by turn, such as a game or tools: the import path of a class,
+            a file (``path/to/file.py:Game``), either as ``path`` beside ``arguments``, or several by the names that
+            rows have in their column ``environment``. Null samples single responses.
+        episodes: Limits of the episodes in environments.
+        turns: Sample conversations with replies of plain text; ``environment`` can do more.
         speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
         max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
             or 1: each batch is then sampled while the policy learns from the one before. 1 needs a ``placement``.
@@ -87,6 +92,8 @@ class VLLMRollout(RolloutCallback):
         deadline: float = 1800.0,
         tensor_parallel_size: int = 1,
         beside: Beside | None = None,
+        environment: Given | None = None,
+        episodes: EpisodesConfig = EpisodesConfig(),
         turns: TurnsConfig | None = None,
         speculation: SpeculationConfig | None = None,
         max_staleness: int = 0,
@@ -108,7 +115,7 @@ class VLLMRollout(RolloutCallback):
                 category=FutureWarning,
             )
             placement = beside
-        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit)
+        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes)
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if deadline <= 0:
@@ -124,9 +131,10 @@ class VLLMRollout(RolloutCallback):
                 "`rollout.tensor_parallel_size` shares an engine of the training processes, which `rollout.placement`"
                 f" puts elsewhere. Set it to 1, or take `placement` out; got {tensor_parallel_size}."
             )
-        if turns is not None and tensor_parallel_size > 1:
+        if self._environments is not None and tensor_parallel_size > 1:
+            given = "environment" if turns is None else "turns"
             raise ValueError(
-                "`rollout.turns` needs an engine for each training process: those that share one would hear the"
+                f"`rollout.{given}` needs an engine for each training process: those that share one would hear the"
                 " environment's replies at different times. Set `rollout.tensor_parallel_size` to 1."
             )
         self.tensor_parallel_size = tensor_parallel_size
@@ -243,11 +251,9 @@ class VLLMRollout(RolloutCallback):
             self._weights_step = -1  # sleep forgets the weights
 
     @override
-    def _complete(
-        self, module: PostTrainingModule, requests: Sequence[Request], turns: TurnsConfig | None = None
-    ) -> list[Completion]:
+    def _complete(self, module: PostTrainingModule, requests: Sequence[Request]) -> list[Completion]:
         if self.tensor_parallel_size == 1 or not isinstance(self._engine, VLLMEngine):
-            return super()._complete(module, requests, turns)
+            return super()._complete(module, requests)
         asked, own = gather_requests(requests)
         return super()._complete(module, asked)[own]
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     )
     from verl_lightning.cli.lightning_cli import CLI
     from verl_lightning.data import ChatDataModule, PreferenceDataModule, PromptDataModule
+    from verl_lightning.environments.base import Environment, Step
+    from verl_lightning.environments.config import EpisodesConfig
     from verl_lightning.loggers import ResumableCSVLogger
     from verl_lightning.models.config import LoraConfig, ModelConfig, OptimConfig
     from verl_lightning.modules import DPOModule, PPOModule, RewardModule, SFTModule
@@ -98,6 +100,8 @@ _NAMES = {
         "PreferenceDataModule",
         "PromptDataModule",
     ),
+    "environments.base": ("Environment", "Step"),
+    "environments.config": ("EpisodesConfig",),
     "loggers": ("ResumableCSVLogger",),
     "models.config": (
         "LoraConfig",

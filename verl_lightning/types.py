@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 
 class RowLength(NamedTuple):
@@ -167,6 +168,40 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Episode:
+    """A walk through an environment, beside its tokens, in plain values."""
+
+    environment: str
+    """Name of the environment."""
+
+    messages: list[dict[str, Any]]
+    """All that was said, the first messages included."""
+
+    turn_ends: list[int]
+    """Number of response tokens at the end of each of the policy's turns."""
+
+    rewards: list[float]
+    """Reward of each of the policy's turns."""
+
+    metrics: dict[str, float]
+    """Numbers that the environment gave, each summed over the turns."""
+
+    seconds: list[float]
+    """Seconds that each call of the environment took: the beginning, each turn, the end."""
+
+    error: str = ""
+    """Reason for which it could not be finished; empty if it was."""
+
+    is_timeout: bool = False
+    """True if the environment was late."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the turns' rewards."""
+        return sum(self.rewards)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout(TokenBatch):
     """Sampled responses; ``num_samples`` rows in a row belong to one prompt."""
 
@@ -178,6 +213,17 @@ class Rollout(TokenBatch):
 
     prompt_index: Int[Tensor, " batch"]
     """Row of the prompt batch that each response answers; equal for the samples of one group."""
+
+    episodes: tuple[Episode, ...] | None = None
+    """Walk of each response through its environment; None for responses to nothing but a prompt."""
+
+    @override
+    def select(self, rows: Int[Tensor, " rows"] | slice) -> Self:
+        chosen = super().select(rows)
+        if self.episodes is None:
+            return chosen
+        indices = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
+        return dataclasses.replace(chosen, episodes=tuple(self.episodes[index] for index in indices))
 
 
 @dataclass(kw_only=True)

@@ -26,9 +26,9 @@ class CountingRollout(HFRollout):
         super().__init__(SamplingConfig(num_samples=2, max_new_tokens=6))
         self.asked: list[int] = []
 
-    def _complete(self, module, requests, turns=None):
+    def _complete(self, module, requests):
         self.asked.append(len(requests))
-        return super()._complete(module, requests, turns)
+        return super()._complete(module, requests)
 
 
 class Witness(Callback):

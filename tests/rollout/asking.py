@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from tests.tiny import tiny_tokenizer
+from verl_lightning.environments.config import EpisodesConfig
+from verl_lightning.environments.runner import EpisodeRunner, episode_requests
 from verl_lightning.rollout.base import Engine, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, to_rollout, wait_for
-from verl_lightning.rollout.turns import TurnsConfig, converse
+from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.types import Rollout
 
 PAD = 0
+ENDS = range(1, 200, 2)
+"""Tokens that end a turn of a conversation: half of all."""
 
 
 class Prompts(NamedTuple):
@@ -26,10 +29,21 @@ class Prompts(NamedTuple):
 def sample(engine: Engine, prompts: Prompts, sampling: SamplingConfig, turns: TurnsConfig | None = None) -> Rollout:
     """The engine's responses to all samples of all prompts, or its conversations."""
     requests = make_requests(prompts.tokens, prompts.seeds, sampling)
-    ask = engine.generate
-    if turns is not None:
-        ask = partial(converse, ask, turns=turns, tokenizer=tiny_tokenizer())
-    completions = wait_for(answer(ask, requests))
+    if turns is None:
+        completions = wait_for(answer(engine.generate, requests))
+    else:
+        runner = EpisodeRunner(
+            environments=turns,
+            config=EpisodesConfig(max_turns=turns.max_turns),
+            tokenizer=tiny_tokenizer(),
+            eos_token_ids=ENDS,
+            max_prompt_length=None,
+            enable_thinking=None,
+        )
+        rows = [{"prompt": []}] * len(prompts.tokens)
+        asked = episode_requests(requests, rows, num_samples=len(prompts.seeds[0]))
+        completions = wait_for(runner.run(engine.generate, asked))
+        runner.stop()
     return to_rollout(
         requests,
         completions,

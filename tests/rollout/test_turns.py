@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.rollout.asking import Prompts, sample
+from tests.rollout.asking import ENDS, Prompts, sample
 from tests.rollout.vllm_parts import PAD, make_prompts
 from tests.runs import Recorder, make_ppo, make_rollout, make_trainer
 from tests.runs import make_prompts as make_prompt_data
@@ -15,9 +15,9 @@ from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
-from verl_lightning.rollout.base import Completion, Request, SamplingConfig
+from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
-from verl_lightning.rollout.turns import Environment, Trajectory, TurnsConfig
+from verl_lightning.rollout.turns import Environment, TurnsConfig
 
 SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=20)
 
@@ -33,7 +33,7 @@ class Clerk(Environment):
 @pytest.fixture(scope="module")
 def engine(tiny_folder):
     """Ends a response at half of all tokens."""
-    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=list(range(1, 200, 2)), pad_token_id=PAD)
+    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=list(ENDS), pad_token_id=PAD)
     engine.start(torch.device("cpu"))
     return engine
 
@@ -88,35 +88,6 @@ def test_a_turn_is_what_the_engine_says_to_the_same_tokens(engine):
     again = sample(engine, Prompts(prompt.tolist(), [[0]]), rest)
 
     assert rollout.response_ids[0, said:].tolist() == again.response_ids[0].tolist()
-
-
-def make_trajectory(max_tokens):
-    single = dataclasses.replace(SAMPLING, num_samples=1, max_new_tokens=max_tokens)
-    return Trajectory(Request(prompt_ids=[5, 6], sampling=single, seed=0, name="prompt 0, sample 0"))
-
-
-def test_all_turns_share_the_room():
-    trajectory = make_trajectory(max_tokens=6)
-
-    trajectory.add_response(Completion([7, 8], [-1.0, -2.0], False, 1), "")
-    trajectory.add_observation("x", [9])
-    assert trajectory.next_request.prompt_ids == [5, 6, 7, 8, 9]
-    assert trajectory.next_request.sampling.max_new_tokens == 3
-    trajectory.add_response(Completion([10, 11, 12], [-1.0] * 3, True, 1), "")
-
-    assert trajectory.to_completion() == (
-        [7, 8, 9, 10, 11, 12], [-1.0, -2.0, 0.0, -1.0, -1.0, -1.0], True, 1, [True, True, False, True, True, True]
-    )  # fmt: skip
-
-
-def test_a_reply_without_room_for_an_answer_ends_a_conversation():
-    trajectory = make_trajectory(max_tokens=3)
-    trajectory.add_response(Completion([7, 8], [-1.0, -2.0], False, 1), "")
-
-    trajectory.add_observation("x", [9])
-
-    assert not trajectory.is_open
-    assert trajectory.to_completion() == ([7, 8], [-1.0, -2.0], True, 1, [True, True])
 
 
 def test_a_run_learns_from_conversations(tmp_path, tiny_folder, prompt_file):

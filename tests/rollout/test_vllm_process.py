@@ -38,11 +38,11 @@ class Killer(VLLMRollout):
 
     steps: tuple[int, ...] = ()
 
-    def _complete(self, module, requests, turns=None):
+    def _complete(self, module, requests):
         if module.trainer.global_step in self.steps:
             self.steps = tuple(set(self.steps) - {module.trainer.global_step})
             os.kill(self._vllm.pid, signal.SIGKILL)
-        return super()._complete(module, requests, turns)
+        return super()._complete(module, requests)
 
 
 def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):

@@ -50,7 +50,7 @@ class EndFinder:
         found = (self.last_token(text) for text in (after_last, self.shared(after_last, after_earlier)))
         closing = {token for token in found if token is not None}
         if not closing:
-            opening, opening_tool = self._first_token(after_earlier), self._opening_tool()
+            opening, opening_tool = self.first_token(after_earlier), self._opening_tool()
             return Ends(closing=self._with_eos(set()), opening=opening, opening_tool=opening_tool)
         return Ends(closing=self._with_eos(closing | self._closing_of_calls()))
 
@@ -80,7 +80,8 @@ class EndFinder:
     def _with_eos(self, tokens: set[str]) -> frozenset[str]:
         return frozenset(tokens if self.eos_token is None else {*tokens, self.eos_token})
 
-    def _first_token(self, text: str) -> str | None:
+    def first_token(self, text: str) -> str | None:
+        """Returns the added token that a text begins with, white space aside; None if it begins with none."""
         return self._token_at(text.lstrip(), 0) or None
 
     def _after(self, word: str, messages: list[Message]) -> str:
@@ -106,7 +107,7 @@ class EndFinder:
         alone = self._after_calls([_call(WORD)])
         result = {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": OTHER_WORD}
         followed = self._after_calls([_call(WORD)], result)
-        return self._first_token(followed[len(alone) :]) if followed.startswith(alone) else None
+        return self.first_token(followed[len(alone) :]) if followed.startswith(alone) else None
 
 
 @lru_cache(maxsize=16)

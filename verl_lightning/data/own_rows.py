@@ -24,16 +24,14 @@ def prompt_batch(batch: Any, tokenizer: PreTrainedTokenizerBase, *, needs_truth:
     Args:
         batch: What the loader has yielded: rows as those of a data file, or their columns.
         tokenizer: The policy's tokenizer.
-        needs_truth: True where responses are judged, so that each row needs a ``ground_truth``.
+        needs_truth: True where a reward function judges responses, so that each row needs a ``ground_truth``.
 
     Raises:
         ValueError: If a row is not as described.
         MisconfigurationException: If these are no rows.
     """
     found = rows_of(batch)
-    if not needs_truth:
-        found = [{"ground_truth": "", **row} for row in found]
-    tokenized = tokenize_prompts([prompt_row(row) for row in named(found)], tokenizer, None)
+    tokenized = tokenize_prompts([prompt_row(row, needs_truth=needs_truth) for row in named(found)], tokenizer, None)
     rows, ids = [row.values for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
     dataset = PromptDataset(rows, ids, [digest(row) for row in found], pad_token_id=tokenizer.pad_token_id)
     return dataset.batch(list(range(len(rows))), [False] * len(rows))

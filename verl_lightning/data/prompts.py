@@ -76,9 +76,10 @@ class PromptDataModule(TokenizedDataModule):
     """Prompts for PPO and its kin, from JSON Lines, JSON, CSV or parquet files in verl's schema.
 
     A row has the columns ``prompt`` (a list of messages, or a text that the user says) and ``reward_model`` (an object
-    with ``ground_truth``) or ``ground_truth``. It may have ``data_source`` (a name; without it, that of the file),
-    ``extra_info`` and any other column, all of which reach the reward function, and ``tools`` and ``enable_thinking``,
-    which reach the chat template. A loader yields ``PromptBatch``es.
+    with ``ground_truth``) or ``ground_truth``, without which it may be where environments alone give rewards. It may
+    have ``data_source`` (a name; without it, that of the file), ``extra_info`` and any other column, all of which reach
+    the reward function or environment, and ``tools`` and ``enable_thinking``, which reach the chat template. A loader
+    yields ``PromptBatch``es.
 
     At the end of an epoch, prompts that don't fill a whole step are left out; validation leaves out none.
 
@@ -133,10 +134,11 @@ class PromptDataModule(TokenizedDataModule):
         self.max_prompt_length = max_prompt_length
         self.overlong = overlong
         self.enable_thinking = enable_thinking
+        self._needs_truth = True
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        found = read_prompt_rows(files, self.columns)
+        found = read_prompt_rows(files, self.columns, needs_truth=self._needs_truth)
         tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking)
         rows, ids = [row for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
         self.check_tokens(ids, [row.name for row in rows], tokenizer)
@@ -158,6 +160,7 @@ class PromptDataModule(TokenizedDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        self._needs_truth = getattr(self._trainer().lightning_module, "needs_truth", True)
         super().setup(stage)
         for name in ("val", "test"):
             source = getattr(self._loaders.get(name), "source", None)

@@ -38,18 +38,22 @@ def check_columns(columns: Mapping[str, str] | None, known: Sequence[str]) -> No
             raise ValueError(f"`data.columns` has `{column}`, which is no column that is read. Those are {names}.")
 
 
-def read_prompt_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
+def read_prompt_rows(
+    files: str | Sequence[str], columns: Mapping[str, str] | None, *, needs_truth: bool = True
+) -> list[Row]:
     """Reads rows with ``prompt``, a list of messages, ``reward_model`` with ``ground_truth``, and ``data_source``.
 
     Args:
         files: Data files; ``prompt`` may be a text, which the user says, ``ground_truth`` a column of its own, and
             ``data_source`` may be missing: it is then the name of the file.
         columns: Names of the files' columns by the names that they get.
+        needs_truth: False where a row may do without ``ground_truth``, which is empty then.
 
     Raises:
         ValueError: If a file or row is not as described.
     """
-    return [prompt_row(renamed(row, columns)) for row in read_rows(files, columns=())]
+    rows = (renamed(row, columns) for row in read_rows(files, columns=()))
+    return [prompt_row(row, needs_truth=needs_truth) for row in rows]
 
 
 def read_chat_rows(files: str | Sequence[str], columns: Mapping[str, str] | None) -> list[Row]:
@@ -83,8 +87,12 @@ def renamed(row: Row, columns: Mapping[str, str] | None) -> Row:
     return replace(row, values=values)
 
 
-def prompt_row(row: Row) -> Row:
+def prompt_row(row: Row, *, needs_truth: bool) -> Row:
     """Returns a row of prompts in the layout of `read_prompt_rows`.
+
+    Args:
+        row: Row of a file or of a loader.
+        needs_truth: False where it may do without ``ground_truth``, which is empty then.
 
     Raises:
         ValueError: If the row is not as described there.
@@ -94,6 +102,8 @@ def prompt_row(row: Row) -> Row:
         raise _missing(row, "prompt", {"prompt": _QUESTIONS, "ground_truth": _ANSWERS})
     values["prompt"] = as_messages(values["prompt"], "user")
     if values.get("reward_model") is None:
+        if values.get("ground_truth") is None and not needs_truth:
+            values["ground_truth"] = ""
         if values.get("ground_truth") is None:
             raise _missing(row, "reward_model", {"ground_truth": _ANSWERS})
         values["reward_model"] = {"ground_truth": values["ground_truth"]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
@@ -142,7 +142,7 @@ class ExperienceMaker:
         self, reward_result: RewardResult, scored: _Scored, mask: Tensor, kl_coef: float
     ) -> tuple[Float[Tensor, "batch response"], dict[str, Metric]]:
         """Places rewards on tokens, less the KL penalty where it is taken from them; with metrics."""
-        token_rewards = place_sequence_rewards(reward_result.rewards, mask)
+        token_rewards = placed_rewards(reward_result, mask)
         metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
         if self.kl is not None and scored.ref_log_probs is not None:
             kl = KL_ESTIMATORS[self.kl.estimator](scored.log_probs, scored.ref_log_probs, mask)
@@ -226,6 +226,17 @@ class ExperienceMaker:
         centered = torch.where(mask, advantages - center, 0.0)
         standardized = standardize(advantages, mask, mean=center, variance=variance)
         return to_type_of(torch.where(count < 2, centered, standardized), like)
+
+
+def placed_rewards(
+    reward_result: RewardResult, mask: Bool[Tensor, "batch response"]
+) -> Float[Tensor, "batch response"]:
+    """Reward of each token: those of turns at the turn's end, what the whole response got at its last token."""
+    of_turns = reward_result.token_rewards
+    if of_turns is None:
+        return place_sequence_rewards(reward_result.rewards, mask)
+    of_turns = torch.where(mask, of_turns, 0.0)
+    return of_turns + place_sequence_rewards(reward_result.rewards - of_turns.sum(-1), mask)
 
 
 def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:

@@ -18,9 +18,11 @@ from verl_lightning.functional.groups import RELATIVE_NOISE
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.config import RewardConfig
+from verl_lightning.rewards.loading import OF_ENVIRONMENTS
 from verl_lightning.rewards.pool import make_pool
+from verl_lightning.rewards.scoring import RewardResults
 from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warning
-from verl_lightning.types import Rollout
+from verl_lightning.types import Episode, Rollout
 
 _LARGEST_USEFUL = 1e15  # rewards; the square of what a gradient makes of it still fits into float32
 _ROUNDING = 1e-12  # relative differences below it come from float64's own rounding
@@ -52,6 +54,10 @@ class RewardResult:
     num_none: int = 0
     """Responses for which the reward function returned None: it has no reward for them."""
 
+    token_rewards: Float[Tensor, "batch response"] | None = None
+    """The part of the rewards that environments gave, at the last token of the turn that earned it; None without
+    environments."""
+
     @property
     def known_rewards(self) -> list[float | None]:
         """The rewards as plain numbers; None where there is none."""
@@ -65,6 +71,7 @@ class RewardResult:
             rewards=self.rewards.to(device),
             is_valid=self.is_valid.to(device),
             components={name: values.to(device) for name, values in self.components.items()},
+            token_rewards=None if self.token_rewards is None else self.token_rewards.to(device),
         )
 
     def scores(self) -> dict[str, Metric]:
@@ -90,7 +97,7 @@ class Judge:
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
-        self._pool = make_pool(config)
+        self._pool = None if config.function == OF_ENVIRONMENTS else make_pool(config)
         self._tokenizer = tokenizer
         self._has_warned = False
 
@@ -100,11 +107,13 @@ class Judge:
         Raises:
             ValueError: If the reward function does not import.
         """
-        self._pool.start()
+        if self._pool is not None:
+            self._pool.start()
 
     def stop(self) -> None:
         """Ends the workers."""
-        self._pool.stop()
+        if self._pool is not None:
+            self._pool.stop()
 
     def try_out(self, rows: Sequence[dict[str, Any]]) -> None:
         """Has the reward function judge made-up responses to each row, and tells what rewards they got.
@@ -112,6 +121,8 @@ class Judge:
         Raises:
             ValueError: If it has a fault that no response is to blame for, such as a wrong signature or return type.
         """
+        if self._pool is None:
+            return
         notes: set[str | None] = set()
         for row in rows:
             responses = trial_responses((row.get("reward_model") or {}).get("ground_truth"))
@@ -124,7 +135,7 @@ class Judge:
             rank_zero_info(note)
 
     def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
-        """Scores every response.
+        """Scores every response: what its environment gave it, and what the reward function gives.
 
         Args:
             rollout: Sampled responses.
@@ -132,16 +143,14 @@ class Judge:
         """
         responses = response_texts(rollout, self._tokenizer, skip_special_tokens=self._config.skip_special_tokens)
         prompts = [rows[index] for index in rollout.prompt_index.tolist()]
-        is_truncated = rollout.is_truncated.tolist()
-        results = self._pool.score(
-            [
-                make_sample(row, response, truncated)
-                for row, response, truncated in zip(prompts, responses, is_truncated, strict=True)
-            ]
-        )
-        self._warn_of_scale(results.rewards, rollout.prompt_index.tolist())
+        results = RewardResults(rewards=[0.0] * len(rollout), components={})
+        if self._pool is not None:
+            is_truncated = rollout.is_truncated.tolist()
+            samples = [make_sample(*each) for each in zip(prompts, responses, is_truncated, strict=True)]
+            results = self._pool.score(samples)
+            self._warn_of_scale(results.rewards, rollout.prompt_index.tolist())
         rewards = _to_tensor(results.rewards, rollout.input_ids.device)
-        return RewardResult(
+        scored = RewardResult(
             responses=responses,
             rewards=rewards.nan_to_num(),
             is_valid=rewards.isfinite() & rollout.response_mask.any(-1),
@@ -150,12 +159,40 @@ class Judge:
             num_timeouts=results.num_timeouts,
             num_none=results.num_none,
         )
+        return scored if rollout.episodes is None else with_episodes(scored, rollout.episodes, rollout.response_mask)
 
     def _warn_of_scale(self, rewards: Sequence[float | None], prompts: Sequence[int]) -> None:
         """Warns once of rewards whose differences get lost."""
         if not self._has_warned and (warning := scale_warning(rewards, prompts)) is not None:
             self._has_warned = True
             rank_zero_warn(f"The reward {self._config.label} {warning}")
+
+
+def with_episodes(
+    result: RewardResult, episodes: Sequence[Episode], response_mask: Bool[Tensor, "batch response"]
+) -> RewardResult:
+    """Adds what environments gave to the rewards of a reward function; episodes that failed have none.
+
+    Args:
+        result: Rewards of the reward function.
+        episodes: Episode of each response.
+        response_mask: True on the policy's own tokens.
+    """
+    given = torch.zeros(response_mask.shape)
+    for row, episode in enumerate(episodes):
+        for end, reward in zip(episode.turn_ends, episode.rewards, strict=False):  # a turn that failed has none
+            given[row, end - 1] += reward
+    token_rewards = given.to(response_mask.device)
+    failed = torch.tensor([bool(episode.error) for episode in episodes], device=response_mask.device)
+    num_timeouts = sum(episode.is_timeout for episode in episodes)
+    return replace(
+        result,
+        rewards=result.rewards + token_rewards.sum(-1),
+        is_valid=result.is_valid & ~failed,
+        num_errors=result.num_errors + sum(bool(episode.error) for episode in episodes) - num_timeouts,
+        num_timeouts=result.num_timeouts + num_timeouts,
+        token_rewards=token_rewards,
+    )
 
 
 def response_texts(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> list[str]:

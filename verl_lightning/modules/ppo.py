@@ -25,6 +25,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
+from verl_lightning.modules.episodes import episode_metrics
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
 from verl_lightning.modules.given import as_advantage, as_corrections, as_model, as_policy_loss, as_reward
@@ -262,7 +263,7 @@ class PPOModule(SamplingModule):
         with self.phase("reward"):
             reward_result = self.judged(rollout, batch.rows)
             greedy = self._greedy_result(batch)
-        table.add(reward_result.scores())
+        table.add(reward_result.scores() | episode_metrics(rollout))
         table.add({} if greedy is None else greedy.failures())
         sampled = ScoredRollout(rollout=rollout, reward_result=reward_result)
         scored = sampled if self.gathering is None else self.gathering.add(self, sampled)

@@ -20,6 +20,7 @@ from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
 from verl_lightning.rewards.config import RewardConfig
+from verl_lightning.rewards.loading import OF_ENVIRONMENTS
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.types import PromptBatch, Rollout
@@ -39,6 +40,7 @@ class PromptSource(Protocol):
 
     prompts_per_step: int
     max_prompt_length: int
+    enable_thinking: bool | None
 
     def first_rows(self) -> list[dict[str, Any]]:
         """The first row of each data source."""
@@ -110,6 +112,11 @@ class SamplingModule(PostTrainingModule):
         return data if isinstance(data, PromptSource) else None
 
     @property
+    def needs_truth(self) -> bool:
+        """True if a reward function judges responses, which compares them with a row's ``ground_truth``."""
+        return self.reward_config.function != OF_ENVIRONMENTS
+
+    @property
     def needs_greedy_rollout(self) -> bool:
         """True if the module compares with a greedy response to each prompt."""
         return False
@@ -142,6 +149,11 @@ class SamplingModule(PostTrainingModule):
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._check_lengths(stage)
+        if not self.needs_truth and getattr(source, "environment", None) is None:
+            raise MisconfigurationException(
+                f"`model.reward: {OF_ENVIRONMENTS}` leaves rewards to environments, but there is none. Set"
+                " `rollout.environment`, or name another reward function."
+            )
         if stage == "predict":  # whose rows may lack what rewards need
             return
         self._judge = Judge(self.reward_config, self.tokenizer)
@@ -168,7 +180,7 @@ class SamplingModule(PostTrainingModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PromptBatch:
         if isinstance(batch, PromptBatch):
             return batch
-        return prompt_batch(batch, self.tokenizer, needs_truth=not self.trainer.predicting)
+        return prompt_batch(batch, self.tokenizer, needs_truth=self.needs_truth and not self.trainer.predicting)
 
     @override
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:

@@ -57,19 +57,13 @@ class ScoredRollout:
 
     def to(self, device: torch.device) -> ScoredRollout:
         """Returns the same responses on another device."""
-        reward_result = dataclasses.replace(
-            self.reward_result,
-            rewards=self.reward_result.rewards.to(device),
-            is_valid=self.reward_result.is_valid.to(device),
-            components={name: values.to(device) for name, values in self.reward_result.components.items()},
-        )
-        return ScoredRollout(rollout=self.rollout.to(device), reward_result=reward_result)
+        return ScoredRollout(rollout=self.rollout.to(device), reward_result=self.reward_result.to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings, on the host."""
         host = self.to(torch.device("cpu"))
         return {
-            "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None)),
+            "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None, episodes=None)),
             "verdict": _fields(host.reward_result),
         }
 
@@ -85,6 +79,7 @@ class ScoredRollout:
             rewards=self.reward_result.rewards[rows],
             is_valid=self.reward_result.is_valid[rows],
             components={name: values[rows] for name, values in self.reward_result.components.items()},
+            token_rewards=None if self.reward_result.token_rewards is None else self.reward_result.token_rewards[rows],
         )
         return ScoredRollout(rollout=self.rollout.select(rows), reward_result=reward_result)
 
@@ -150,7 +145,13 @@ def _join_results(results: Sequence[RewardResult]) -> RewardResult:
         num_errors=sum(reward_result.num_errors for reward_result in results),
         num_timeouts=sum(reward_result.num_timeouts for reward_result in results),
         num_none=sum(reward_result.num_none for reward_result in results),
+        token_rewards=_joined_token_rewards([r.token_rewards for r in results if r.token_rewards is not None]),
     )
+
+
+def _joined_token_rewards(parts: Sequence[Float[Tensor, "_ _"]]) -> Float[Tensor, "batch response"] | None:
+    width = max((part.shape[1] for part in parts), default=0)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts]) if parts else None
 
 
 def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
@@ -169,6 +170,8 @@ def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
     joined["prompt_index"] = torch.cat(
         [part.prompt_index + offset for part, offset in zip(parts, offsets, strict=True)]
     )
+    if all(part.episodes is not None for part in parts):
+        joined["episodes"] = tuple(episode for part in parts for episode in part.episodes or ())
     return Rollout(temperature=parts[0].temperature, **joined)
 
 

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,12 @@ from verl_lightning.faults import closest
 from verl_lightning.rewards.given import from_wire
 from verl_lightning.rewards.signatures import BoundReward
 
+OF_ENVIRONMENTS = "environment"
+"""Name of the reward function that leaves rewards to the environments of `rollout.environment`."""
+
 BUILT_IN_REWARDS = {
     "boxed_format": "verl_lightning.rewards.response_format.boxed_format",
+    OF_ENVIRONMENTS: "verl_lightning.rewards.of_environments.environment",
     "exact_match": "verl_lightning.rewards.exact_match.exact_match",
     "gsm8k": "verl_lightning.rewards.gsm8k.gsm8k",
     "gsm8k_flexible": "verl_lightning.rewards.gsm8k.gsm8k_flexible",
@@ -72,26 +76,36 @@ def check_exists(name: str) -> None:
 
 
 def _find(name: str) -> Any:
+    return find_object(name, f"The reward `function: {name}`", _ways_out())
+
+
+def find_object(name: str, label: str, ways_out: str) -> Any:
+    """Imports what a name stands for.
+
+    Args:
+        name: Import path ``package.module.object``, or a file ``path/to/file.py:object``.
+        label: Option and name, as a message begins with them.
+        ways_out: Sentence that says what could be given.
+
+    Raises:
+        ValueError: If it does not import.
+    """
     if ".py:" in name:
         file, _, attribute = name.rpartition(":")
-        module = _import(name, functools.partial(_import_file, Path(file).expanduser()))
+        load = functools.partial(_import_file, Path(file).expanduser())
     else:
         path, _, attribute = name.rpartition(".")
-        module = _import(name, functools.partial(importlib.import_module, path))
+        load = functools.partial(importlib.import_module, path)
+    try:
+        module = load()
+    except BaseException as error:  # a user's module may raise anything, `sys.exit` included
+        raise ValueError(f"{label} does not import: {type(error).__name__}: {error}. {ways_out}") from error
     if not hasattr(module, attribute):
         raise ValueError(
-            f"The reward `function: {name}` does not import: `{module.__file__}` has no `{attribute}`."
-            f"{closest(attribute, dir(module))} {_ways_out()}"
+            f"{label} does not import: `{module.__file__}` has no `{attribute}`.{closest(attribute, dir(module))}"
+            f" {ways_out}"
         )
     return getattr(module, attribute)
-
-
-def _import(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except BaseException as error:  # a user's module may raise anything, `sys.exit` included
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"The reward `function: {name}` does not import: {cause}. {_ways_out()}") from error
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl_lightning.options import Options
 from verl_lightning.rollout.weight_sums import WeightSums
+from verl_lightning.types import Episode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,12 @@ class Completion(NamedTuple):
 
     is_own: list[bool] | None = None
     """False on tokens that the policy read from others in the middle of it; None where all are its own."""
+
+    prompt_ids: list[int] | None = None
+    """Tokens that it follows; None for those of its request."""
+
+    episode: Episode | None = None
+    """Walk through an environment that it is; None for a single response."""
 
 
 class Engine(Protocol):

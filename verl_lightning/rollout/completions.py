@@ -69,12 +69,17 @@ def to_rollout(
         pad_token_id: Token that fills the padding.
         device: Device of the rollout.
     """
-    prompts = pad_left([request.prompt_ids for request in requests], pad_token_id)
-    prompt_mask = pad_left([[True] * len(request.prompt_ids) for request in requests], False)
+    asked = [
+        request.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+    prompts = pad_left(asked, pad_token_id)
+    prompt_mask = pad_left([[True] * len(tokens) for tokens in asked], False)
     tokens = [torch.tensor(completion.token_ids) for completion in completions]
     is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
     is_own = [torch.tensor(completion.is_own or [True] * len(completion.token_ids)) for completion in completions]
     log_probs = [torch.tensor(completion.log_probs) for completion in completions]
+    episodes = tuple(completion.episode for completion in completions if completion.episode is not None)
     rollout = Rollout(
         input_ids=torch.cat([prompts, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
         attention_mask=torch.cat([prompt_mask, is_real], 1),
@@ -83,6 +88,7 @@ def to_rollout(
         rollout_log_probs=pad_sequence(log_probs, batch_first=True),
         is_truncated=torch.tensor([completion.is_truncated for completion in completions]),
         prompt_index=torch.arange(len(requests)) // num_samples,
+        episodes=episodes or None,
     )
     return rollout.to(device)
 

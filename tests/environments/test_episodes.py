@@ -1,0 +1,125 @@
+"""Episodes go on each by itself, keep their tokens, and end well whatever their environments do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.environments.worlds import END, Blocking, Counting, Sleeping, Unruly, play, say_seven
+from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
+from tests.tiny import tiny_tokenizer
+from verl_lightning.faults import RunError
+from verl_lightning.rollout.base import Completion
+
+
+def text_of(ids):
+    return tiny_tokenizer().decode(ids)
+
+
+def test_an_episode_is_the_chat_that_the_template_writes():
+    (episode,) = play(Counting, [{}])
+
+    said = [message["content"] for message in episode.episode.messages]
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 3, said, strict=True)]
+    expected = tiny_tokenizer().apply_chat_template(chat, tokenize=False)
+    assert said == ["5 1", "7", "12", "7", "12", "7"]
+    assert expected.startswith(text_of(episode.prompt_ids + episode.token_ids))
+
+
+def test_the_policys_own_tokens_alone_are_learnt_from():
+    (episode,) = play(Counting, [{}])
+
+    own = [token for token, is_own in zip(episode.token_ids, episode.is_own, strict=True) if is_own]
+    seven = tiny_tokenizer().convert_tokens_to_ids("7")
+    assert own == [seven, END] * 3
+    assert [episode.is_own[end - 1] for end in episode.episode.turn_ends] == [True] * 3
+    assert episode.episode.rewards == [1.0, 1.0, 11.0]
+    assert episode.episode.metrics == {"heard": 3.0}
+
+
+def test_a_turn_without_an_end_is_the_last():
+    async def run_on(request):
+        return Completion([7] * request.sampling.max_new_tokens, [-1.0] * request.sampling.max_new_tokens, True, 1)
+
+    (episode,) = play(Counting, [{}], run_on, max_new_tokens=5)
+
+    assert (len(episode.token_ids), episode.is_truncated, len(episode.episode.rewards)) == (5, True, 1)
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_new_tokens": 6}])
+def test_an_episode_without_room_for_another_turn_is_cut(limit):
+    (episode,) = play(Counting, [{}], **limit)
+
+    assert episode.is_truncated
+    assert episode.is_own[-1]
+    assert len(episode.episode.rewards) < 3
+
+
+def test_no_episode_waits_for_another():
+    """64 of them with tools of a heavy tail take little longer than the longest."""
+    draw = random.Random(0)
+    rows = [{"seconds": [min(0.5, 0.0125 * draw.paretovariate(1.1)) for _ in range(4)]} for _ in range(64)]
+
+    episodes = play(Sleeping, rows)
+
+    waited = [sum(each.episode.seconds) for each in episodes]
+    assert len(waited) == 64
+    assert max(waited) < 4 * 0.5 + 10  # a bound that a loaded machine keeps; lock-step rounds would add up all tails
+
+
+@pytest.mark.parametrize("world", [Sleeping, Blocking])
+def test_as_many_episodes_are_open_as_are_allowed(world):
+    open_now, most = 0, 0
+
+    async def count(request):
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        completion = await say_seven(request)
+        open_now -= 1
+        return completion
+
+    play(world, [{"seconds": [0.001]}] * 20, count, max_concurrency=3)
+
+    assert most <= 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", r"`Unruly` \(prompt 0, sample 0\): `step` raised KeyError: 'lost' \(.*worlds.py:\d+\)"),
+        ("exits", r"`step` raised RuntimeError: SystemExit: 3"),
+        ("sleeps", r"`step` took longer than `rollout.episodes.timeout` \(0.05 s\)\."),
+        ("hangs", r"took longer than `rollout.episodes.timeout` \(0.05 s\)\. Its thread is left behind"),
+        ("says nothing", r"`step` must return messages, or say that the episode is `done`"),
+        ("returns no step", r"`step` must return a `Step` with a finite reward, got '5'"),
+    ],
+)
+def test_an_environment_that_fails_is_named(fault, message):
+    with pytest.raises(RunError, match=r"1 of 1 episodes .* `rollout.episodes.max_error_share: 0.1` .*" + message):
+        play(Unruly, [{"fault": fault}], timeout=0.05)
+
+
+def test_a_failed_episode_costs_no_other():
+    rows = [{"fault": "raises"}, {"fault": ""}]
+
+    with pytest.warns(UserWarning, match="1 of 2 episodes of a batch could not be finished and are left out"):
+        failed, whole = play(Unruly, rows, max_error_share=0.5)
+
+    assert failed.episode.error
+    assert whole.episode.rewards == [1.0, 1.0, 11.0]
+
+
+def test_a_run_learns_from_an_environments_rewards(tmp_path, tiny_folder, prompt_file):
+    recorder = Recorder()
+    rollout = make_rollout(max_new_tokens=40, environment=Counting)
+
+    module = make_ppo(tiny_folder, reward="environment")
+    make_trainer(tmp_path, rollout, recorder).fit(module, make_prompts(prompt_file))
+
+    assert len(recorder.steps) == 3
+    assert min(recorder.column("actor/grad_norm")) > 0
+    assert recorder.column("rollout_corr/abs_log_prob_gap")[0] < 1e-4
+    assert recorder.column("critic/score/mean") == pytest.approx(recorder.column("env/Counting/reward"))
+    assert recorder.column("env/Counting/episodes") == [16.0] * 3

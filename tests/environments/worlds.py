@@ -1,0 +1,97 @@
+"""Environments of the tests, and a policy that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from tests.tiny import tiny_tokenizer
+from verl_lightning.environments.base import Environment, Step
+from verl_lightning.environments.config import Environments, EpisodesConfig
+from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
+from verl_lightning.rollout.base import Completion, SamplingConfig
+from verl_lightning.rollout.completions import wait_for
+
+
+class Counting(Environment):
+    """Says a digit until three turns are over; each turn is worth its length, and the last one ten more."""
+
+    def __init__(self, turns: int = 3):
+        self.turns, self.heard = turns, []
+
+    async def reset(self, row):
+        self.row = row
+        return "5 1"
+
+    async def step(self, message):
+        self.heard.append(message["content"])
+        done = len(self.heard) == self.turns
+        return Step("12", reward=len(message["content"]) + 10.0 * done, done=done, metrics={"heard": 1.0})
+
+
+class Sleeping(Environment):
+    """Takes the seconds that its row says before each answer, as a tool that waits for a network."""
+
+    async def reset(self, row):
+        self.seconds = list(row["seconds"])
+        return "5"
+
+    async def step(self, message):
+        await asyncio.sleep(self.seconds.pop())
+        return Step("1", done=not self.seconds)
+
+
+class Blocking(Sleeping):
+    """Holds up its own thread."""
+
+    async def step(self, message):
+        time.sleep(self.seconds.pop())
+        return Step("1", done=not self.seconds)
+
+
+class Unruly(Counting):
+    """Does what its row says."""
+
+    async def step(self, message):
+        match self.row["fault"]:
+            case "raises":
+                raise KeyError("lost")
+            case "exits":
+                raise SystemExit(3)
+            case "sleeps":
+                await asyncio.sleep(60)
+            case "hangs":
+                time.sleep(3)
+            case "says nothing":
+                return Step()
+            case "returns no step":
+                return "5"
+        return await super().step(message)
+
+
+END = tiny_tokenizer().eos_token_id
+
+
+async def say_seven(request):
+    """A policy that always says 7, and ends."""
+    return Completion([tiny_tokenizer().convert_tokens_to_ids("7"), END], [-1.0, -0.5], False, 1)
+
+
+def play(environment, rows, generate=say_seven, *, max_new_tokens=64, **config):
+    """Episodes of some rows, one of each; with the runner that played them."""
+    runner = EpisodeRunner(
+        environments=Environments(environment),
+        config=EpisodesConfig(**config),
+        tokenizer=tiny_tokenizer(),
+        eos_token_ids=[END],
+        max_prompt_length=None,
+        enable_thinking=None,
+    )
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    requests = [
+        EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=index, name=f"prompt {index}, sample 0", row=row)
+        for index, row in enumerate(rows)
+    ]
+    completions = wait_for(runner.run(generate, requests))
+    runner.stop()
+    return completions

@@ -1,0 +1,223 @@
+"""One episode: the policy and an environment take turns until one of them ends it."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_lightning.environments.base import Environment, Message, Row, Step, as_messages
+from verl_lightning.environments.config import EpisodesConfig, Make
+from verl_lightning.environments.own_thread import LateError, OwnThread, Threads
+from verl_lightning.environments.trajectory import Trajectory
+from verl_lightning.rollout.base import Completion, Request
+
+T = TypeVar("T")
+Generate = Callable[[Request], Awaitable[Completion]]
+
+
+class Talk(Protocol):
+    """A conversation that turns messages into tokens, such as `Chat`."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """All that was said so far."""
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        """Take the first messages; return the tokens that the policy answers."""
+
+    def add_turn(self, message: Message) -> None:
+        """Take what the policy said."""
+
+    def add_reply(self, messages: Sequence[Message], last: str | None) -> list[int]:
+        """Take new messages; return the tokens that follow the policy's turn."""
+
+
+class EpisodeError(Exception):
+    """An episode that can't go on.
+
+    Args:
+        text: Reason, with the episode's name.
+        is_timeout: True if the environment was late.
+    """
+
+    def __init__(self, text: str, *, is_timeout: bool = False) -> None:
+        super().__init__(text)
+        self.is_timeout = is_timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The policy as an episode sees it."""
+
+    generate: Generate
+    """Function that samples a turn."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of the policy."""
+
+    eos_token_ids: Collection[int]
+    """Tokens that end a turn."""
+
+    def message(self, ids: Sequence[int]) -> Message:
+        """Return what the policy said as a message."""
+        return {"role": "assistant", "content": str(self.tokenizer.decode(list(ids), skip_special_tokens=True))}
+
+    def last(self, ids: Sequence[int]) -> str | None:
+        """Return the text of the token that ended a turn; None if the turn ended otherwise."""
+        if not ids or ids[-1] not in self.eos_token_ids:
+            return None
+        return str(self.tokenizer.convert_ids_to_tokens(ids[-1]))
+
+
+@dataclass(kw_only=True)
+class Player:
+    """One episode while it is played."""
+
+    name: str
+    """Name of the environment and of the episode, in messages."""
+
+    kind: str
+    """Name of the environment."""
+
+    make: Make
+    """Function that makes the episode's own world."""
+
+    start_talk: Callable[[Environment], Talk]
+    """Function that begins the conversation with an environment."""
+
+    policy: Policy
+    """Speaker of the turns."""
+
+    threads: Threads
+    """Threads in which environments run."""
+
+    config: EpisodesConfig
+    """Limits of the episode."""
+
+    max_prompt_length: int | None
+    """Most tokens that the first messages may have; None sets no limit."""
+
+    trajectory: Trajectory
+    """All that was said so far, as tokens."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Seconds that each call of the environment took."""
+
+    environment: Environment | None = None
+    talk: Talk | None = None
+
+    async def play(self, row: Row, request: Request) -> None:
+        """Walk through the episode.
+
+        Args:
+            row: Data row that it is about.
+            request: Request for the first turn; its prompt is replaced by what the environment begins with.
+
+        Raises:
+            EpisodeError: If the environment fails, answers what it must not, or is late.
+        """
+        self._thread: OwnThread | None = self.threads.take()
+        try:
+            await self._walk(row, request)
+        except BaseException:
+            with suppress(EpisodeError):  # the first error says more
+                await self._close()
+            raise
+        await self._close()
+
+    async def _walk(self, row: Row, request: Request) -> None:
+        trajectory = self.trajectory
+        talk = await self._begin(row)
+        while True:
+            completion = await self.policy.generate(trajectory.next_request(request))
+            trajectory.add_turn(completion)
+            step = await self._step(talk, completion)
+            if step.done:
+                return
+            is_last = completion.is_truncated or trajectory.num_turns == self.config.max_turns
+            reply = [] if is_last else self._reply(talk, step, completion)
+            if is_last or len(trajectory.ids) + len(reply) >= request.sampling.max_new_tokens:
+                trajectory.is_truncated = True
+                return
+            trajectory.add_read(reply)
+
+    async def _begin(self, row: Row) -> Talk:
+        """Make the environment, and take what it begins with."""
+
+        async def begin() -> tuple[Environment, str | Sequence[Message]]:
+            self.environment = environment = self.make()
+            return environment, await environment.reset(row)
+
+        environment, first = await self._call("reset", begin)
+        self.talk = talk = self._rendered(lambda: self.start_talk(environment))
+        self.trajectory.prompt_ids = self._rendered(lambda: talk.begin(as_messages(first)))
+        length, limit = len(self.trajectory.prompt_ids), self.max_prompt_length
+        if limit is not None and length > limit:
+            raise EpisodeError(
+                f"{self.name} begins with {length} tokens, more than `data.max_prompt_length` ({limit}). Raise it, or"
+                " have `reset` return less."
+            )
+        return talk
+
+    async def _step(self, talk: Talk, completion: Completion) -> Step:
+        """Have the environment answer the policy's turn."""
+        ended = self.policy.last(completion.token_ids) is not None
+        message = self.policy.message(completion.token_ids[:-1] if ended else completion.token_ids)
+        talk.add_turn(message)
+        environment = self.environment
+        assert environment is not None
+        step = await self._call("step", lambda: environment.step(message))
+        if not isinstance(step, Step) or not math.isfinite(step.reward):
+            raise EpisodeError(f"{self.name}: `step` must return a `Step` with a finite reward, got {step!r:.80}.")
+        self.trajectory.add_reward(step.reward, step.metrics)
+        return step
+
+    def _reply(self, talk: Talk, step: Step, completion: Completion) -> list[int]:
+        """Return the tokens of the environment's answer."""
+        messages = as_messages(step.messages)
+        if not messages:
+            raise EpisodeError(f"{self.name}: `step` must return messages, or say that the episode is `done`.")
+        return self._rendered(lambda: talk.add_reply(messages, self.policy.last(completion.token_ids)))
+
+    def _rendered(self, render: Callable[[], T]) -> T:
+        try:
+            return render()
+        except ValueError as error:
+            raise EpisodeError(f"{self.name}: {error}") from error
+
+    async def _close(self) -> None:
+        """End the environment; one whose thread is stuck is left behind."""
+        if self._thread is None:
+            return
+        if self.environment is not None:
+            await self._call("close", self.environment.close)
+        self.threads.give_back(self._thread)
+
+    async def _call(self, method: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Have the environment do something in its thread."""
+        assert self._thread is not None
+        begin, timeout = time.monotonic(), self.config.timeout
+        try:
+            done = await self.threads.run(self._thread, work, kind=f"{self.kind}.{method}", timeout=timeout)
+        except LateError as error:
+            left = " Its thread is left behind, for nobody can end it." if error.is_stuck else ""
+            self._thread = None if error.is_stuck else self._thread
+            raise EpisodeError(
+                f"{self.name}: `{method}` took longer than `rollout.episodes.timeout` ({timeout:g} s).{left}",
+                is_timeout=True,
+            ) from None
+        finally:
+            self.seconds.append(time.monotonic() - begin)
+        if (raised := done.exception()) is not None:
+            place = traceback.extract_tb(raised.__traceback__)[-1]
+            raise EpisodeError(
+                f"{self.name}: `{method}` raised {type(raised).__name__}: {raised} ({place.filename}:{place.lineno})."
+            ) from raised
+        return done.result()

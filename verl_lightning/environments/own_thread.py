@@ -1,0 +1,159 @@
+"""Threads with event loops of their own, in which environments run: code that blocks holds up its own episode alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PATIENCE = 0.25
+"""Seconds for which the sampling thread waits for code that blocks, before it no longer waits for its like."""
+
+_GRACE = 1.0
+"""Seconds in which a call that is cancelled may end."""
+
+
+class OwnThread:
+    """A thread that runs one coroutine after another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
+        """Begin to run a coroutine."""
+        call: Call[T] = Call()
+        self._loop.call_soon_threadsafe(call.begin, self._loop, work)
+        return call
+
+    def cancel(self, call: Call[Any]) -> None:
+        """Cancel a coroutine, which hears of it once it waits for something."""
+        self._loop.call_soon_threadsafe(call.cancel)
+
+    def stop(self) -> None:
+        """End the thread, which is free, and wait for its end."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which closes what environments left open
+            runner.get_loop().run_forever()
+
+
+class Call(Future[T]):
+    """A coroutine that runs in another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_paused = threading.Event()
+        """Set once the coroutine has ended, or waits for something for the first time."""
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Awaitable[T]]) -> None:
+        """Start in the thread's loop."""
+        self._task = loop.create_task(_survivable(work))
+        self._task.add_done_callback(self._settle)
+        loop.call_soon(self._look)  # comes just after the task's first step
+
+    def cancel(self) -> bool:
+        """Cancel the coroutine; in the thread's loop."""
+        return self._task is not None and self._task.cancel()
+
+    def _look(self) -> None:
+        assert self._task is not None
+        if self._task.done():
+            self._settle(self._task)
+        self.has_paused.set()
+
+    def _settle(self, task: asyncio.Task[T]) -> None:
+        if self.done():
+            return
+        error = TimeoutError("cancelled") if task.cancelled() else task.exception()
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+
+async def _survivable(work: Callable[[], Awaitable[T]]) -> T:
+    """Runs a coroutine whose `sys.exit` is an error like others and does not end the thread."""
+    try:
+        return await work()
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
+class Threads:
+    """The threads of a run's environments, made when they are needed and used again.
+
+    An environment's call that waits for nothing, such as a game's, is waited for at once, however long it takes within
+    `PATIENCE`: what is sampled together then depends on no clock, and runs are the same bit for bit. Calls that wait,
+    for a network or in a process, go on beside sampling.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[OwnThread] = []
+        self._blocking: set[str] = set()
+
+    def take(self) -> OwnThread:
+        """Return a thread that nobody uses."""
+        return self._free.pop() if self._free else OwnThread()
+
+    def give_back(self, thread: OwnThread) -> None:
+        """Take a thread back whose calls have all ended."""
+        self._free.append(thread)
+
+    async def run(self, thread: OwnThread, work: Callable[[], Awaitable[T]], *, kind: str, timeout: float) -> Future[T]:
+        """Run a coroutine in a thread until it has a result or has raised something.
+
+        Args:
+            thread: Thread that runs it.
+            work: Function that makes it.
+            kind: Name of those whose calls are alike.
+            timeout: Most seconds that it may take.
+
+        Raises:
+            LateError: If it has not ended in time.
+        """
+        call = thread.submit(work)
+        if kind not in self._blocking and not call.has_paused.wait(min(PATIENCE, timeout)):
+            self._blocking.add(kind)
+        if not call.done() and not await _ends(call, timeout):
+            thread.cancel(call)
+            raise LateError(is_stuck=not await _ends(call, _GRACE))
+        return call
+
+    def stop(self) -> None:
+        """End all threads that are free."""
+        for thread in self._free:
+            thread.stop()
+        self._free = []
+
+
+class LateError(Exception):
+    """A call that has not ended in time.
+
+    Args:
+        is_stuck: True if it goes on in its thread, though it was cancelled; nobody can end it then.
+    """
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        super().__init__()
+        self.is_stuck = is_stuck
+
+
+async def _ends(call: Future[Any], timeout: float) -> bool:
+    """Waits until a call has ended, and tells whether it has."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    call.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+    try:
+        await asyncio.wait_for(ended.wait(), timeout)
+    except TimeoutError:
+        return call.done()
+    return True

@@ -1,0 +1,211 @@
+"""Plays episodes, each by itself and a bounded number at once: none waits for the slowest of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.fabric.utilities import rank_zero_warn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
+
+from verl_lightning.environments.base import Environment
+from verl_lightning.environments.chat import Chat
+from verl_lightning.environments.config import Environments, EpisodesConfig
+from verl_lightning.environments.episode import EpisodeError, Generate, Player, Policy
+from verl_lightning.environments.own_thread import Threads
+from verl_lightning.environments.replies import PlainText, Replies
+from verl_lightning.environments.trajectory import Trajectory
+from verl_lightning.faults import RunError
+from verl_lightning.rollout.base import Completion, Request
+from verl_lightning.rollout.turns import TurnsConfig
+from verl_lightning.types import Episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRequest(Request):
+    """Request for a whole episode: that for its first turn, whose limit of tokens all turns share."""
+
+    row: Mapping[str, Any]
+    """Data row that the episode is about."""
+
+
+def episode_requests(
+    requests: Sequence[Request], rows: Sequence[Mapping[str, Any]], *, num_samples: int
+) -> list[EpisodeRequest]:
+    """Returns requests for episodes.
+
+    Args:
+        requests: Requests for first turns, ``num_samples`` for each row.
+        rows: Data rows.
+        num_samples: Episodes of each row.
+    """
+    return [
+        EpisodeRequest(
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            seed=request.seed,
+            name=request.name,
+            row=rows[index // num_samples],
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+@dataclass(kw_only=True)
+class EpisodeRunner:
+    """Plays the episodes of one rank."""
+
+    environments: Environments | TurnsConfig
+    """Environments by name, or that of `rollout.turns`."""
+
+    config: EpisodesConfig
+    """Limits of the episodes."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of the policy."""
+
+    eos_token_ids: Collection[int]
+    """Tokens that end a turn."""
+
+    max_prompt_length: int | None
+    """Most tokens that first messages may have; None sets no limit."""
+
+    enable_thinking: bool | None
+    """Value for the chat template of rows that have none; None leaves it to the template."""
+
+    def __post_init__(self) -> None:
+        self._threads = Threads()
+
+    def check(self) -> None:
+        """Make one environment of each kind, and look for faults that no episode can do without.
+
+        Raises:
+            ValueError: If one is no environment, a tool has no types or documentation, or the chat template writes
+                earlier turns anew.
+        """
+        if isinstance(self.environments, TurnsConfig):
+            return
+        for kind, make in self.environments.makers.items():
+            environment = make()
+            if not isinstance(environment, Environment):
+                raise ValueError(
+                    f"`rollout.environment`: `{kind}` must be a class of environments, or a function that makes one,"
+                    f" but calling it made {environment!r:.80}."
+                )
+            role: Literal["user", "tool"] = "tool" if environment.tools else "user"
+            complaint = self._chat(environment, {}, f"`{kind}`").history_complaint(role)
+            if complaint is not None and self.config.history == "refuse":
+                raise ValueError(
+                    f"The chat template writes earlier turns anew: {complaint}. Episodes of `{kind}` would have other"
+                    " tokens than those that the policy said. Set `rollout.episodes.history: keep` to have it read what"
+                    " it said, or use another template: `chat_template.jinja` in the model's folder."
+                )
+
+    async def run(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
+        """Play an episode for each request.
+
+        Args:
+            generate: Function that samples a turn.
+            requests: Requests for episodes.
+
+        Raises:
+            RunError: If too many of them fail.
+        """
+        room = asyncio.Semaphore(self.config.max_concurrency)
+        policy = Policy(generate=generate, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
+
+        async def play(request: EpisodeRequest) -> Completion:
+            async with room:
+                return await self._play(policy, request)
+
+        completions = list(await asyncio.gather(*map(play, requests)))
+        self._check([completion.episode for completion in completions if completion.episode is not None])
+        return completions
+
+    def stop(self) -> None:
+        """End the threads of environments."""
+        self._threads.stop()
+
+    async def _play(self, policy: Policy, request: EpisodeRequest) -> Completion:
+        player, error = self._player(policy, request), None
+        try:
+            await player.play(request.row, request)
+        except EpisodeError as caught:
+            error = caught
+        return _completion(player, error)
+
+    def _player(self, policy: Policy, request: EpisodeRequest) -> Player:
+        environments = self.environments
+        if isinstance(environments, TurnsConfig):
+            turns, kind = environments, type(environments.environment).__name__
+            prompt = str(self.tokenizer.decode(request.prompt_ids))
+            make: Callable[[], Environment] = lambda: Replies(turns, prompt)  # noqa: E731
+        else:
+            kind = environments.name_of(request.row)
+            make = environments.makers[kind]
+        return Player(
+            name=f"`{kind}` ({request.name})",
+            kind=kind,
+            make=make,
+            start_talk=lambda environment: self._talk(environment, request),
+            policy=policy,
+            threads=self._threads,
+            config=self.config,
+            max_prompt_length=self.max_prompt_length,
+            trajectory=Trajectory(prompt_ids=request.prompt_ids),
+        )
+
+    def _talk(self, environment: Environment, request: EpisodeRequest) -> Chat | PlainText:
+        if isinstance(environment, Replies):
+            return PlainText(self.tokenizer, request.prompt_ids)
+        return self._chat(environment, request.row, request.name)
+
+    def _chat(self, environment: Environment, row: Mapping[str, Any], name: str) -> Chat:
+        values = dict(row)
+        if environment.tools:
+            values["tools"] = [get_json_schema(tool) for tool in environment.tools]
+        return Chat(
+            self.tokenizer, values, name=name, enable_thinking=self.enable_thinking, history=self.config.history
+        )
+
+    def _check(self, episodes: Sequence[Episode]) -> None:
+        """Refuse a batch in which too many episodes failed; tell of some that did."""
+        failed = [episode for episode in episodes if episode.error]
+        if not failed:
+            return
+        counts = f"{len(failed)} of {len(episodes)} episodes of a batch could not be finished"
+        if len(failed) > self.config.max_error_share * len(episodes):
+            raise RunError(
+                f"{counts}, which is more than `rollout.episodes.max_error_share: {self.config.max_error_share:g}`"
+                f" allows. The first: {failed[0].error}"
+            )
+        rank_zero_warn(f"{counts} and are left out. The first: {failed[0].error}")
+
+
+def _completion(player: Player, error: EpisodeError | None) -> Completion:
+    """Returns an episode as an engine's answer."""
+    trajectory = player.trajectory
+    ids, mask, log_probs = trajectory.ids, trajectory.mask, trajectory.log_probs
+    if not ids:  # nothing to learn from, but a row of its group
+        ids, mask, log_probs = trajectory.prompt_ids[-1:], [False], [0.0]
+    return Completion(
+        token_ids=ids,
+        log_probs=log_probs,
+        is_truncated=trajectory.is_truncated,
+        weights_version=max(trajectory.versions, default=-1),
+        is_own=mask,
+        prompt_ids=trajectory.prompt_ids,
+        episode=Episode(
+            environment=player.kind,
+            messages=[] if player.talk is None else list(player.talk.messages),
+            turn_ends=trajectory.ends,
+            rewards=trajectory.rewards,
+            metrics=trajectory.metrics,
+            seconds=player.seconds,
+            error="" if error is None else str(error),
+            is_timeout=error is not None and error.is_timeout,
+        ),
+    )
