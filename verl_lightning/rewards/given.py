@@ -29,11 +29,15 @@ class GivenFunction(str):
         return str(self), self.pickled
 
 
-def given_function(function: Callable[..., Any]) -> GivenFunction:
+def given_function(
+    function: Callable[..., Any], key: str = "model.reward", workers: str = "reward workers"
+) -> GivenFunction:
     """Takes a function as it is now, with what it reads of its notebook or script.
 
     Args:
-        function: Any callable of one sample, or of keywords as in ``signatures.py``.
+        function: Any callable; a reward is one of a sample, or of keywords as in ``signatures.py``.
+        key: Option under which it was given, in messages.
+        workers: Name of the processes that get it, in messages.
 
     Raises:
         TypeError: If it can't be sent to another process, or is a class.
@@ -42,13 +46,13 @@ def given_function(function: Callable[..., Any]) -> GivenFunction:
 
     name = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__name__)}"
     if inspect.isclass(function):
-        raise TypeError(f"`model.reward`: expected a function, got the class `{name}`. Give `{function.__name__}()`.")
+        raise TypeError(f"`{key}`: expected a function, got the class `{name}`. Give `{function.__name__}()`.")
     try:
         return GivenFunction(name, cloudpickle.dumps(function))
     except (TypeError, pickle.PicklingError, AttributeError, RecursionError) as error:
         raise TypeError(
-            f"`model.reward`: the function `{name}` can't be sent to the reward workers ({error}). Have it make what it"
-            " needs, such as a client or a lock, when it is called, or write it into a file: `my_reward.py:reward`."
+            f"`{key}`: the function `{name}` can't be sent to the {workers} ({error}). Have it make what it"
+            " needs, such as a client or a lock, when it is called, or write it into a file: `my_file.py:name`."
         ) from error
 
 
@@ -69,6 +73,6 @@ def from_wire(sent: dict[str, str]) -> tuple[str, Any]:
         return sent["name"], pickle.loads(base64.b64decode(sent["pickled"]))
     except BaseException as error:  # what it imports may raise anything, `sys.exit` included
         raise ValueError(
-            f"The reward `function: {sent['name']}` does not load in a reward worker: {type(error).__name__}: {error}."
+            f"The function `{sent['name']}` does not load in a worker process: {type(error).__name__}: {error}."
             " Modules that it imports must be where Python finds them."
         ) from error
