@@ -38,6 +38,11 @@ def none_on_even(sample):
     return None if starts_even(sample) else even_share(sample)
 
 
+def none_but_in_the_trial(sample):
+    """Has a reward for made-up responses alone."""
+    return 1.0 if is_trial(sample) else None
+
+
 def fails_on_even_rows(sample):
     """Like `even_share`, but fails for every other row of the data."""
     if sample.extra_info["index"] % 2 == 0 and not is_trial(sample):

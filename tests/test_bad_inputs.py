@@ -55,12 +55,20 @@ def test_the_configuration_without_mistakes_trains(config):
         (["--model.advantage", "GAE"], ["GAE", "critic"]),
         (["--ckpt_path", "no/such.ckpt"], ["no/such.ckpt"]),
         (["--trainer.gradient_clip_val", "1.0"], ["gradient_clip_val", "actor.optim.max_grad_norm"]),
+        (["--trainer.limit_train_batches", "0.01"], ["`trainer.limit_train_batches` is 0.01 of the 16 batches"]),
+        (["--trainer.overfit_batches", "0.01"], ["`trainer.overfit_batches` is 0.01 of the 16 batches"]),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(flags, words, config, capsys):
     message = refusal(config, capsys, *flags)
 
     assert all(word in message for word in words), message
+
+
+def test_a_validation_that_would_never_come_is_refused(config, capsys, prompt_file):
+    told = refusal(config, capsys, "--data.val_files", str(prompt_file), "--trainer.val_check_interval=17")
+
+    assert "`trainer.val_check_interval` is 17 batches, but an epoch has 16. Lower it, or set" in told
 
 
 def test_an_empty_data_file_is_refused(config, capsys):

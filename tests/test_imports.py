@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
 FACTS = {"faults", "needs", "processes", "types", "metrics", "options", "ranges", "run_folders", "seeding"}
+FACTS |= {"trainer_numbers"}
 CLI = {"cli", "launch", "loggers", "migrate", "submit"}
 BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
@@ -28,6 +29,7 @@ ALLOWED = {
     "ranges": set(),
     "run_folders": {"compat"},
     "seeding": set(),
+    "trainer_numbers": set(),
     "processes": set(),
     "data": BASE,
     "models": BASE,

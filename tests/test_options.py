@@ -159,3 +159,10 @@ def test_a_function_that_holds_what_no_process_can_be_sent_is_refused():
         TypeError, match=r"`model\.reward`: the function `.*locked` can't be sent to the reward workers"
     ):
         ppo(reward=locked)
+
+
+@pytest.mark.parametrize("options", [{"lr": float("nan")}, {"lr": float("inf")}, {"betas": (0.9, 1.0)}, {"eps": -1.0}])
+def test_numbers_that_no_optimizer_can_take_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"`optim.{name}` must"):
+        OptimConfig(**options)

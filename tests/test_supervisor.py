@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,6 @@ def pipe(tmp_path):
     """A path that processes write to, and a file descriptor that reads an end of file once they are gone."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reader, True)
     yield tmp_path / "pipe", reader
     os.close(reader)
 
@@ -37,18 +38,24 @@ def stuck(path: Path) -> list[str]:
     return ["timeit", "-n1", "-r1", STUCK.replace("PIPE", repr(str(path)))]
 
 
-def wait_for_two(path: Path, reader: int) -> None:
-    writer = os.open(path, os.O_WRONLY)  # until both have opened it
+def wait_for_two(process: subprocess.Popen, path: Path, reader: int) -> None:
+    """Until both processes have written; fails if theirs ends before."""
     letters = b""
+    os.set_blocking(reader, False)
+    writer = os.open(path, os.O_WRONLY)  # else the reader finds an end before they have opened it
     while len(letters) < 2:
-        letters += os.read(reader, 2)
+        assert process.poll() is None
+        with contextlib.suppress(BlockingIOError):
+            letters += os.read(reader, 2)
+        time.sleep(0.005)
     os.close(writer)
+    os.set_blocking(reader, True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of a parent")
 def test_nothing_outlives_a_killed_parent(pipe):
     with subprocess.Popen([sys.executable, "-c", PARENT, stuck(pipe[0])[-1]]) as parent:
-        wait_for_two(*pipe)
+        wait_for_two(parent, *pipe)
         parent.kill()
 
     assert os.read(pipe[1], 1) == b""
@@ -56,7 +63,7 @@ def test_nothing_outlives_a_killed_parent(pipe):
 
 def test_all_that_a_process_has_started_ends_with_it(pipe):
     process = SupervisedProcess(*stuck(pipe[0]))
-    wait_for_two(*pipe)
+    wait_for_two(process.popen, *pipe)
     assert not process.has_ended
 
     assert process.end() == -signal.SIGTERM

@@ -36,6 +36,8 @@ def missing_data_file(file: Path) -> str | None:
 
 def missing_model(path: str) -> str | None:
     """Says why a path is no folder with a Hugging Face model; None if it is one, or may be a name on the hub."""
+    if not path.strip():
+        return no_model(path, "it is empty")
     folder = Path(path)
     if (complaint := adapter_as_model(path)) is not None:
         return complaint
@@ -142,7 +144,12 @@ def missing_adapter(folder: Path) -> str | None:
 
 def is_looked_up(path: str) -> bool:
     """Tells whether a checkpoint is a remote one, or one that is found only when the run's folders are known."""
-    return path in ("last", "auto") or "://" in path or path.startswith("registry")
+    return path in ("last", "auto") or "://" in path or (is_registered(path) and has_package("litmodels"))
+
+
+def is_registered(path: str) -> bool:
+    """Tells whether a checkpoint lies in the registry of Lightning's cloud."""
+    return re.fullmatch(r"registry(:.*)?", path.lower()) is not None and not Path(path).exists()
 
 
 def missing_checkpoint(path: str) -> str | None:
@@ -153,7 +160,10 @@ def missing_checkpoint(path: str) -> str | None:
         return "`--ckpt_path best` is known only to the process that trained; give its file, or `last`."
     if path == "hpc":
         return "`--ckpt_path hpc` is of Lightning's own requeueing, which `verl-fit slurm` does without: give `auto`."
-    if Path(path).exists():
+    if is_registered(path):
+        way_out = "Install it, `pip install litmodels`, or give a checkpoint's file or folder."
+        return missing_package(f"`--ckpt_path {path}`, of Lightning's model registry,", "litmodels", way_out)
+    if path and Path(path).exists():
         return None
     close = difflib.get_close_matches(path, [str(neighbour) for neighbour in Path(path).parent.glob("*")], n=1)
     hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
@@ -247,6 +257,13 @@ def installed_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+def missing_accelerator(name: str) -> str | None:
+    """Says that models are not trained on a kind of device that Lightning knows; None for one on which they are."""
+    if name.lower() not in ("tpu", "xla", "hpu", "ipu", "xpu", "npu"):
+        return None
+    return f"`trainer.accelerator: {name}`: models are trained on GPUs and CPUs. Choose `gpu`, `cpu` or `auto`."
 
 
 def no_gpu() -> str:

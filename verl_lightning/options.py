@@ -95,7 +95,10 @@ def take(value: Any, hint: Any, key: str) -> Any:
 
     Raises:
         TypeError: If the value is of another type.
+        ValueError: If it is nan, which passes any comparison with a limit.
     """
+    if isinstance(value, float) and value != value:
+        raise ValueError(f"`{key}` must be a number, got nan.")
     if fits(value, hint):
         return value
     if isinstance(value, os.PathLike) and fits("", hint):

@@ -58,6 +58,10 @@ def test_config_without_a_value_is_refused(words):
         (["base.yaml"], "say that `base.yaml` is a configuration: `--config base.yaml`"),
         (["fit", "grpo", "--a"], "say that `grpo` is a configuration: `--config grpo`"),
         (["train"], "there is no subcommand `train`. Choose from fit, validate, test, ray, slurm, migrate, doctor"),
+        (
+            ["--config", "a", "--model.x=\udcff"],
+            r"the word `--model.x=\\udcff` of the command line is no text in UTF-8",
+        ),
         (["predict"], "`predict` is not offered. Sample with transformers or vLLM from the folder"),
     ],
 )

@@ -113,12 +113,14 @@ def test_checkpoint_callbacks_save_and_remove_by_these_methods(tmp_path):
         "_save_topk_checkpoint": ["self", "trainer", "monitor_candidates"],
         "_remove_checkpoint": ["self", "trainer", "filepath"],
         "_find_last_checkpoints": ["self", "trainer"],
+        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
+        "_monitor_candidates": ["self", "trainer"],
     }
     for name, parameters in signatures.items():
         assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
     assert {"_last_global_step_saved", "_last_checkpoint_saved"} <= vars(ModelCheckpoint()).keys()
     assert not compat.saves_by_time(ModelCheckpoint())
-    assert not compat.has_saved_last(ModelCheckpoint(), 0, "last.ckpt")
+    assert not compat.has_saved_last(ModelCheckpoint(), 0)
 
 
 def test_a_wandb_loggers_run_is_chosen(tmp_path):

@@ -197,3 +197,32 @@ def test_weights_in_training_are_saved_where_a_validation_is_of_averaged_ones(tm
     whole, preempted = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "preempted"))
     for key in ("state_dict", "current_model_state", "loops", "optimizer_states"):
         assert_same_state(preempted[key], whole[key])
+
+
+def test_a_preempted_run_leaves_another_runs_checkpoint_and_no_timer_and_its_trainer_goes_on(
+    tmp_path, tiny_folder, chat_file
+):
+    """It was told twice, and its callback has a name of its own for what it keeps as a link."""
+
+    class Saves(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "{step}-newest"
+
+    class TellTwice(TellAt):
+        def tell(self, *where):
+            super().tell(*where)
+            super().tell(*where)
+
+    (tmp_path / "step=2-newest.ckpt").write_text("of another run")
+    saves = Saves(tmp_path, save_top_k=1, save_last="link", every_n_train_steps=1)
+    teller, preemption = TellTwice("train", 1), Preemption(grace=3600.0)
+    trainer = make_trainer(tmp_path, saves, teller, preemption, max_steps=4, enable_checkpointing=True)
+    with pytest.raises(Preempted) as end:
+        trainer.fit(make_sft(tiny_folder), make_chats(chat_file))
+
+    assert (tmp_path / "step=2-newest.ckpt").read_text() == "of another run"
+    assert f"stopped after step 2, saved in `{tmp_path / 'step=2-newest-v1.ckpt'}`" in end.value.words
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+    teller.batch_idx = -1
+    trainer.fit(make_sft(tiny_folder), make_chats(chat_file), ckpt_path=saves.last_model_path, weights_only=True)
+    assert (trainer.global_step, trainer.received_sigterm) == (4, False)

@@ -90,6 +90,7 @@ def test_a_function_that_judges_some_response_is_fine(try_out, recwarn):
     [
         ([1e20, 0.0, None, 1.0], "returned a number as large as 1e+20. Differences between such rewards get lost"),
         ([0.0, 1.0, -3e38, None], "as large as 3e+38"),
+        ([1e-42, 0.0, None, -1e-42], "returned nothing larger than 1e-42"),
         ([1e8, 1e8 + 1, 0.0, 1.0], "such as 100000000.0 and 100000001.0, in 1 of 2 prompts."),
     ],
 )

@@ -212,6 +212,13 @@ def test_rewards_of_other_libraries(tmp_path, tiny_folder, prompt_file, function
     assert theirs.column("actor/pg_loss") == ours.column("actor/pg_loss")
 
 
+def test_a_function_that_has_no_reward_for_any_response_ends_the_run(tmp_path, tiny_folder, prompt_file):
+    module, recorder = make_ppo(tiny_folder, reward=make_reward("none_but_in_the_trial")), Recorder()
+
+    with pytest.raises(RuntimeError, match=r"no response of step 1 has a reward, .* returned None for 16 of them"):
+        make_trainer(tmp_path, make_rollout(), recorder).fit(module, datamodule=make_prompts(prompt_file))
+
+
 def test_a_failed_run_leaves_no_reward_worker(tmp_path, tiny_folder, prompt_file):
     before = {child.pid for child in psutil.Process().children()}
     module = make_ppo(tiny_folder, reward=make_reward("fails_on_even"))  # over `max_error_share`

@@ -77,6 +77,8 @@ KEYS = [
     ("--fsdp.checkpoint_every 2", "`fsdp.checkpoint_every` is an option of each model since version 0.1: set"),
     ("--model.kl abc", "`model.kl` is a group of settings, got abc. Set one of them, such as `--model.kl."),
     ("--model.update null", "`model.update` is a group of settings, got null. Leave it out, or set one of them below"),
+    ("--trainer.val_check_interval 0", "`trainer.val_check_interval` must be a whole number of batches, at least 1"),
+    ("--trainer.accelerator tpu", "`trainer.accelerator: tpu`: models are trained on GPUs and CPUs. Choose `gpu`"),
     ("--data null", "`PPOModule` has no `data` to learn from. Choose it, such as `--data PromptDataModule"),
 ]
 
@@ -149,6 +151,9 @@ MISSING = [
     ("--model.reward.function gsm9k", "The reward `function: gsm9k` is unknown. Did you mean `gsm8k`?"),
     ("--trainer.default_root_dir base.yaml/x", "`trainer.default_root_dir: base.yaml/x` can't be made a folder: `/"),
     ("--seed_everything -3", "`seed_everything` must lie between 0 and 4294967295, got -3."),
+    ("--model.actor.path=", "`model.actor`: no model could be loaded from `path: ` (it is empty)."),
+    ("--ckpt_path registry:org/model", "`--ckpt_path registry:org/model`, of Lightning's model registry, needs the pa"),
+    ("--ckpt_path registry_of_mine.ckpt", "`--ckpt_path registry_of_mine.ckpt` does not exist."),
     ("--ckpt_path no.ckpt", "`--ckpt_path no.ckpt` does not exist. Give a checkpoint's file or folder, or `last`."),
     ("--rollout VLLMRollout", "`VLLMRollout` needs vLLM, which can't be imported (No module named 'vllm'). Install it"),
     ("--trainer.logger MLFlowLogger", "`trainer.logger: MLFlowLogger` needs the package `mlflow`, which is not insta"),
@@ -216,6 +221,8 @@ ALLOWED = [
     "--trainer.logger true",
     "--trainer.devices [0,1] --trainer.precision 32",
     "--trainer.limit_val_batches 0.5 --trainer.limit_train_batches 3",
+    "--trainer.val_check_interval 00:01:00:00 --trainer.num_sanity_val_steps -1 --trainer.limit_test_batches 0",
+    "--trainer.check_val_every_n_epoch null --trainer.val_check_interval 7 --trainer.max_epochs -1",
     "--trainer.profiler simple --trainer.strategy auto",
     "--trainer.max_time 00:12:00:00",
     "--seed_everything true",

@@ -8,6 +8,7 @@ import sys
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from verl_lightning.launch import driver
 from verl_lightning.launch.board import Place, make_board
 from verl_lightning.launch.driver import describe_failure, fit_once
 from verl_lightning.launch.reporter import NodeLeavingError
@@ -18,6 +19,31 @@ from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.process import EngineDiedError
 
 starts_ray = pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
+
+
+class ConnectsError(Exception):
+    """A cluster would have been joined or started."""
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "said"),
+    [
+        ([], ["--trainer.max_step=3"], "`trainer.max_step` is not a setting of `verl-fit`. Did you mean"),
+        ([], ["--model.actor.path=/no/model"], "`model.actor`: no model could be loaded from `path: /no/model`"),
+        (["--address=10.0.0.1:1"], ["--trainer.max_step=3"], "`trainer.max_step` is not a setting"),
+        (["--address=10.0.0.1:1"], ["--model.actor.path=/no/model"], None),  # its nodes may have one there
+    ],
+)
+def test_what_can_not_run_starts_no_cluster(monkeypatch, capsys, options, words, said):
+    def connect(address):
+        raise ConnectsError
+
+    monkeypatch.setattr(driver, "connect", connect)
+    monkeypatch.setattr("verl_lightning.ray.local.running_address", lambda *_: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(SystemExit if said else ConnectsError):
+        driver.main(["--num-workers=1", *options, "--config=grpo", "--trainer.accelerator=cpu", *words])
+    assert not said or capsys.readouterr().err.startswith(f"verl-fit ray: {said}")
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,23 @@ def test_weights_that_the_checkpoint_holds_may_come_from_anywhere(tmp_path, tiny
     assert train(other, prompt_file, tmp_path, steps=2, ckpt_path=saved, kl=None).global_step == 2
 
 
+def test_a_reference_that_comes_later_is_the_model_that_the_first_run_began_with(tmp_path, tiny_folder, prompt_file):
+    """Also where a run between them had another one there, of which it needed nothing."""
+    other, second = write_tiny_folder(tmp_path / "other", seed=1), tmp_path / "second.ckpt"
+    train(tiny_folder, prompt_file, tmp_path, steps=1, kl=None)
+    train(other, prompt_file, tmp_path, steps=2, kl=None, ckpt_path=tmp_path / "saved.ckpt").save_checkpoint(second)
+
+    with pytest.raises(ValueError, match=rf"the reference, .* `{tiny_folder}` \(\w+\) there, `{other}` \(\w+\) here"):
+        train(other, prompt_file, tmp_path, steps=3, ckpt_path=second)
+    assert train(tiny_folder, prompt_file, tmp_path, steps=3, ckpt_path=second).global_step == 3
+
+
+def test_a_reference_that_cannot_be_compared_is_told(tmp_path, tiny_folder, prompt_file, saved):
+    actor = make_model_config(tiny_folder, dtype="bfloat16")
+    with pytest.warns(UserWarning, match="does not tell whether .* its run began with in another `dtype`"):
+        train(tiny_folder, prompt_file, tmp_path, steps=2, actor=actor, ckpt_path=saved)
+
+
 def test_an_evaluation_asks_for_the_tokenizer_and_not_for_the_reference(tmp_path, tiny_folder, prompt_file, saved):
     trainer, data = make_trainer(tmp_path, make_rollout()), make_prompts(prompt_file, prompt_file)
     other = make_ppo(write_tiny_folder(tmp_path / "weights", seed=1), kl=KLConfig(coef=0.1))
@@ -130,7 +147,8 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, tiny_folder, prompt_
     for key in ("identities", "model_configs", "told_settings"):
         del checkpoint[key]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    assert train(tiny_folder, prompt_file, tmp_path, steps=2, ckpt_path=tmp_path / "old.ckpt").global_step == 2
+    with pytest.warns(UserWarning, match="`ckpt_path` does not tell whether"):
+        assert train(tiny_folder, prompt_file, tmp_path, steps=2, ckpt_path=tmp_path / "old.ckpt").global_step == 2
 
 
 def test_another_reward_model_is_refused(tmp_path, tiny_folder, prompt_file):

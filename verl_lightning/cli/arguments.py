@@ -35,8 +35,10 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: If a configuration is neither a file nor the name of a shipped one.
-        ValueError: If a flag has no value, or the first word is neither a flag nor a subcommand.
+        ValueError: If a word is no text, a flag has no value, or the first word is neither a flag nor a subcommand.
     """
+    for word in argv:
+        check_text(word)
     named = bool(argv) and argv[0] in SUBCOMMANDS
     command, rest = (argv[0], argv[1:]) if named else (SUBCOMMANDS[0], argv)
     check_first_word(*rest[:1])
@@ -53,6 +55,19 @@ def normalize_arguments(argv: Sequence[str]) -> list[str]:
             flags.append(word)
     check_values(flags)
     return [command, *configs, *flags]
+
+
+def check_text(word: str) -> None:
+    """Refuses a word with bytes that are no text, which YAML could not read and no file could keep.
+
+    Raises:
+        ValueError: If there are such bytes.
+    """
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:
+        shown = word.encode(errors="backslashreplace").decode()
+        raise ValueError(f"the word `{shown}` is no text in UTF-8. Rename what it names.") from error
 
 
 def check_values(flags: Sequence[str]) -> None:

@@ -185,8 +185,8 @@ def of_trainer(message: str, settings: Iterable[str]) -> str:
     """
     if "`trainer." in message:
         return message
-    known = set(settings)
-    name = next((word for word in re.findall(r"\w+", message) if word in known), "")
+    known, words = set(settings), re.findall(r"\w+", message.replace("Timer(duration", "max_time"))
+    name = next((word for word in words if word in known), "")
     return f"`trainer.{name}`: {message}" if name else f"`trainer`: {message}"
 
 

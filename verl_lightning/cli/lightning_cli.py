@@ -38,7 +38,15 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ending import ending_of
 from verl_lightning.modules.preemption import Preemption
 from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.needs import is_looked_up, missing_checkpoint, missing_strategy, no_data, no_gpu, wrong_start
+from verl_lightning.needs import (
+    is_looked_up,
+    missing_accelerator,
+    missing_checkpoint,
+    missing_strategy,
+    no_data,
+    no_gpu,
+    wrong_start,
+)
 from verl_lightning.processes.exit_codes import FINISHED, Ending
 from verl_lightning.run_folders import (
     CONFIG_FILE,
@@ -49,6 +57,7 @@ from verl_lightning.run_folders import (
 )
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
+from verl_lightning.trainer_numbers import wrong_numbers
 
 CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollout": RolloutCallback}
 """Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
@@ -196,7 +205,8 @@ class CLI(OpenCLI):
         )
         check_name(parser, settings, "trainer.profiler", ["simple", "advanced", "pytorch", "xla"])
         check_checkpoint(parser, settings.get("ckpt_path"), self._command)
-        for complaint in wrong_start(settings.get("seed_everything"), settings.trainer.default_root_dir or "."):
+        start = wrong_start(settings.get("seed_everything"), settings.trainer.default_root_dir or ".")
+        for complaint in (*start, *wrong_numbers(settings.trainer.as_dict())):
             parser.error(complaint)
 
     def _read(
@@ -335,6 +345,9 @@ def check_own_module(parser: LightningArgumentParser, settings: Namespace) -> No
         parser.error(no_data(chosen.__name__))
     strategy = settings.trainer.strategy
     if isinstance(strategy, str) and (complaint := missing_strategy(strategy, chosen.__name__)) is not None:
+        parser.error(complaint)
+    accelerator = settings.trainer.accelerator
+    if isinstance(accelerator, str) and (complaint := missing_accelerator(accelerator)) is not None:
         parser.error(complaint)
 
 

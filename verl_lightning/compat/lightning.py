@@ -152,6 +152,7 @@ def replace_signals(trainer: Trainer, listen: Callable[[], Callable[[], None]]) 
     tear_down = connector.teardown
 
     def start() -> None:
+        connector.received_sigterm = False
         undo = listen()
 
         def stop() -> None:
@@ -202,9 +203,23 @@ def saves_by_time(callback: ModelCheckpoint) -> bool:
     return callback._train_time_interval is not None
 
 
-def has_saved_last(callback: ModelCheckpoint, step: int, path: str) -> bool:
-    """Tell whether a callback has written its `last` checkpoint to a path after a step."""
-    return callback._last_global_step_saved == step and callback.last_model_path == path
+def has_saved_last(callback: ModelCheckpoint, step: int) -> bool:
+    """Tell whether a callback has written its `last` checkpoint after a step."""
+    return callback._last_global_step_saved == step and bool(callback.last_model_path)
+
+
+def save_last_checkpoint(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """Have a callback write its `last` checkpoint, whole and as a file, where it has others; returns its path.
+
+    Also where the callback keeps none, or weights alone. Collective.
+    """
+    chosen = callback.save_last, callback.save_weights_only
+    callback.save_last, callback.save_weights_only = True, False
+    try:
+        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+    finally:
+        callback.save_last, callback.save_weights_only = chosen
+    return callback.last_model_path
 
 
 def last_checkpoints(trainer: Trainer) -> list[Path]:

@@ -85,6 +85,10 @@ class TokenizedDataModule(LightningDataModule):
         if stage == "predict":
             with told_of(f"data.{predicted}"):
                 self._loaders["predict"] = self._eval_loader(getattr(self, predicted), trainer, tokenizer)
+        for name, loaded in self._loaders.items():
+            check_share(trainer, name, len(loaded))
+        if "val" in self._loaders and stage == "fit":
+            check_interval(trainer, loader.used_batches)
 
     def _train_loader(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> TrainLoader:
         rank, world_size = data_parallel_rank_and_size(trainer)
@@ -198,6 +202,46 @@ class TokenizedDataModule(LightningDataModule):
                 " `verl_lightning.models.tokenizer.load_tokenizer`."
             )
         return tokenizer
+
+
+def check_share(trainer: Trainer, loader: str, length: int) -> None:
+    """Refuses a share of batches that is none of them, before models are built.
+
+    Args:
+        trainer: Trainer of the run.
+        loader: Name of the loader, such as ``train``.
+        length: Number of its batches.
+
+    Raises:
+        MisconfigurationException: If not even one batch is used, though 0 was not asked for.
+    """
+    limit = getattr(trainer, f"limit_{loader}_batches")
+    if isinstance(limit, float) and 0 < limit * length < 1:
+        overfits = loader in ("train", "val") and bool(trainer.overfit_batches)  # type: ignore[attr-defined]
+        name = "overfit_batches" if overfits else f"limit_{loader}_batches"
+        raise MisconfigurationException(
+            f"`trainer.{name}` is {limit:g} of the {length} batches of `data.{loader}_files`, which is less than one."
+            " Give a whole number of batches, such as 1, or a larger share."
+        )
+
+
+def check_interval(trainer: Trainer, num_batches: int) -> None:
+    """Refuses a validation after more batches than an epoch has, before models are built.
+
+    Args:
+        trainer: Trainer of the run.
+        num_batches: Number of training batches of an epoch.
+
+    Raises:
+        MisconfigurationException: If there would never be one.
+    """
+    interval = trainer.val_check_interval
+    counts_in_epoch = trainer.check_val_every_n_epoch is not None
+    if type(interval) is int and counts_in_epoch and trainer.limit_val_batches > 0 and interval > num_batches:
+        raise MisconfigurationException(
+            f"`trainer.val_check_interval` is {interval} batches, but an epoch has {num_batches}. Lower it, or set"
+            " `trainer.check_val_every_n_epoch: null` to count batches over all epochs."
+        )
 
 
 def data_parallel_rank_and_size(trainer: Trainer) -> tuple[int, int]:

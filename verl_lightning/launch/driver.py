@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from verl_lightning.cli.arguments import normalize_arguments
+from verl_lightning.cli.preflight import check_settings
 from verl_lightning.launch.actor_demands import actor_demands, grace_of
 from verl_lightning.launch.board import make_board
 from verl_lightning.launch.options import LaunchOptions, parse_launch
@@ -17,7 +19,7 @@ from verl_lightning.launch.process_group import torch_config
 from verl_lightning.launch.task import Task
 from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.signals import LAST_SECONDS, SAME_SECONDS, EndSoon, end_after, end_now, listen
-from verl_lightning.ray.cluster import Demand, PlacementError, connect, nodes, require
+from verl_lightning.ray.cluster import Demand, PlacementError, connect, is_alone, nodes, require
 from verl_lightning.ray.local import own_handler
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
         import ray
 
         options, words = parse_launch(argv)
+        sys.path.append(os.getcwd())
+        check_settings(normalize_arguments(words), is_here=is_alone(options.address))
         actors = actor_demands(words, options.num_workers)
         connect(options.address)
         demands = [options.demand(sum(node.resources.get("GPU", 0.0) for node in nodes())), *actors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -104,8 +105,14 @@ class OptimConfig(Options, key="optim"):
     """Learning rate at the end of the decay as a share of ``lr``, in ``[0, 1]``."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"`optim.lr` must be above 0, got {self.lr}.")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"`optim.lr` must be above 0 and finite, got {self.lr}.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"`optim.betas` must lie in [0, 1), got {self.betas}.")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"`optim.eps` must not be negative, and be finite, got {self.eps}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"`optim.weight_decay` must not be negative, and be finite, got {self.weight_decay}.")
         if self.max_grad_norm < 0:
             raise ValueError(f"`optim.max_grad_norm` must not be negative, got {self.max_grad_norm}.")
         if not 0 <= self.min_lr_ratio <= 1:

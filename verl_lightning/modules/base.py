@@ -12,6 +12,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,8 @@ from verl_lightning.modules.resume_checks import (
     check_config,
     check_identities,
     config_text,
+    reference_identity,
+    references,
     saved_identities,
     tokenizer_identities,
 )
@@ -63,6 +66,7 @@ from verl_lightning.telemetry.phases import (
     users_profiler,
 )
 from verl_lightning.telemetry.speed import Work, mfu_notice, training_work
+from verl_lightning.trainer_numbers import LEAST, SHARES, wrong_numbers
 
 OPTIMIZATION_KEY = "automatic_optimization"
 TASK_KEY = "task"
@@ -120,6 +124,8 @@ class PostTrainingModule(LightningModule):
         super().__init__()
         self.policy_config = policy_config
         self.clock = PhaseClock()
+        self._start: str | None = None  # fingerprint of the policy before its training, where it may be a reference
+        self._passed_on: dict[str, Mapping[str, str]] = {}  # identities of references of earlier runs
         self._listeners: tuple[tuple[int, ...], tuple[list[PhaseListener], list[PhaseEndListener]]] | None = None
         hide_training_warnings()
         hide_schedule_warning()
@@ -170,7 +176,20 @@ class PostTrainingModule(LightningModule):
 
     def find_identities(self) -> dict[str, Identity]:
         """Finds the `identities` anew. Collective."""
-        return tokenizer_identities(self.tokenizer, self.policy_config.path)
+        found = tokenizer_identities(self.tokenizer, self.policy_config.path)
+        if self._start is not None and self.trainer.state.fn == TrainerFn.FITTING:  # else nothing asks it
+            found |= reference_identity(self.policy_config, self._start, is_needed=self.has_reference)
+        return found
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the policy is compared with what it was before its training."""
+        return False
+
+    def note_start(self) -> None:
+        """Notes the policy before its training, once, for runs that will compare with it. Collective."""
+        if self._start is None:
+            self._start = self.policy.base_fingerprint()
 
     def told_settings(self) -> dict[str, Any]:
         """Returns the settings, by the user's keys, whose changes are reported when a run is resumed."""
@@ -296,6 +315,9 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         if self.trainer.predicting and type(self).predict_step is LightningModule.predict_step:
             raise MisconfigurationException(NO_PREDICT)
+        numbers = {name: getattr(self.trainer, name, None) for name in (*LEAST, *SHARES)}
+        for complaint in wrong_numbers(numbers):
+            raise MisconfigurationException(complaint)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             self.check_callback(callback)
@@ -372,7 +394,7 @@ class PostTrainingModule(LightningModule):
         checkpoint[OPTIMIZATION_KEY] = self.automatic_optimization
         checkpoint[SHAPES_KEY] = self._weight_shapes()
         checkpoint[BASES_KEY] = self.base_fingerprints
-        checkpoint[IDENTITIES_KEY] = saved_identities(self.identities)
+        checkpoint[IDENTITIES_KEY] = saved_identities(self.identities) | self._passed_on
         checkpoint[CONFIGS_KEY] = {name: config_text(model.backbone.config) for name, model in self._models().items()}
         checkpoint[SETTINGS_KEY] = self.told_settings()
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
@@ -414,7 +436,9 @@ class PostTrainingModule(LightningModule):
                     f"`ckpt_path` holds adapters for another base than `{role.key}.path`: the frozen weights differ"
                     f" (fingerprint {there} there, {here} here). Use the base model of that run."
                 )
-        check_identities(checkpoint.get(IDENTITIES_KEY, {}), self.identities)
+        saved = checkpoint.get(IDENTITIES_KEY, {})
+        check_identities(saved, self.identities)
+        self._passed_on = references(saved) if self.trainer.training else {}
 
     def optimizer_config(self, role: ModelRole) -> dict[str, Any]:
         """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<role>``."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,7 +19,7 @@ from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.given import as_model, as_preference_loss
 from verl_lightning.modules.offline import NumberT, OfflineModule
 from verl_lightning.modules.reference import PreferenceSource, Reference, preference_sources
-from verl_lightning.modules.resume_checks import Identity, config_text
+from verl_lightning.modules.resume_checks import config_text
 from verl_lightning.options import typed
 from verl_lightning.types import PreferenceBatch, Scores, TokenBatch
 
@@ -65,7 +64,6 @@ class DPOModule(OfflineModule):
                 " Leave it out."
             )
         self.reference_cache = reference_cache
-        self._reference_fingerprint: str | None = None
 
     @property
     def takes_pairs(self) -> bool:
@@ -83,11 +81,17 @@ class DPOModule(OfflineModule):
         shared = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
         return (*shared, *(["rewards/accuracies"] if self.takes_pairs else []), *self.loss.metrics)
 
+    @property
+    @override
+    def has_reference(self) -> bool:
+        return self.loss.needs_reference
+
     @override
     def configure_model(self) -> None:
         is_untrained = self.actor is None
         super().configure_model()
         self.policy.disable_dropout()
+        self.note_start()
         sources, batch_size = preference_sources(self)
         if self.loss.needs_reference:
             self._score_with_reference(sources, batch_size, is_untrained=is_untrained)
@@ -96,8 +100,7 @@ class DPOModule(OfflineModule):
         self, sources: Sequence[PreferenceSource], batch_size: int, *, is_untrained: bool
     ) -> None:
         """Fills in the reference's log-probs: of the policy where it is what it was before training. Collective."""
-        if self._reference_fingerprint is None:
-            self._reference_fingerprint = self.policy.base_fingerprint()
+        assert self._start is not None
 
         def reference_model() -> TokenScorer:
             if is_untrained or has_adapters(self.policy.backbone):
@@ -109,26 +112,13 @@ class DPOModule(OfflineModule):
             trainer=self.trainer,
             model=reference_model,
             config=self.policy_config,
-            fingerprint=self._reference_fingerprint,
+            fingerprint=self._start,
             architecture=config_text(self.policy.backbone.config),
             folder=Path(folder),
             max_tokens=self.max_tokens_per_micro_batch,
         )
         for source in sources:
             source.ref_log_probs = reference.log_probs(source, batch_size)
-
-    @override
-    def find_identities(self) -> dict[str, Identity]:
-        found = super().find_identities()
-        if self._reference_fingerprint is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            # Rounded to another type, the same weights look like others.
-            found[f"reference in {self.policy_config.dtype}"] = Identity(
-                key="model.actor.path",
-                what="the reference of the preference loss",
-                shown=self.policy_config.path,
-                digest=self._reference_fingerprint,
-            )
-        return found
 
     @override
     def prepared(self, batch: TokenBatch) -> TokenBatch:

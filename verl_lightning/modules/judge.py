@@ -25,6 +25,7 @@ from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warn
 from verl_lightning.types import Episode, Rollout
 
 _LARGEST_USEFUL = 1e15  # rewards; the square of what a gradient makes of it still fits into float32
+_SMALLEST_USEFUL = 1e-5  # the largest reward of a batch; estimators divide by a group's spread plus 1e-6
 _ROUNDING = 1e-12  # relative differences below it come from float64's own rounding
 _OWN_COLUMNS = {"prompt", "data_source", "reward_model", "extra_info"}
 
@@ -219,6 +220,11 @@ def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> st
         return (
             f"returned a number as large as {largest:g}. Differences between such rewards get lost, and gradients may"
             " overflow float32: updates are skipped then. Return numbers nearer to 1."
+        )
+    if 0 < largest < _SMALLEST_USEFUL:
+        return (
+            f"returned nothing larger than {largest:g}. Differences between such rewards get lost, and hardly anything"
+            " is learnt from them. Return numbers nearer to 1."
         )
     blurred = [group for group in groups.values() if _ROUNDING < _relative_spread(group) <= RELATIVE_NOISE]
     if blurred:

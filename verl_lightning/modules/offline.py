@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -165,8 +164,6 @@ class OfflineModule(PostTrainingModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if (passes := self.trainer.accumulate_grad_batches) < 1:
-            raise MisconfigurationException(f"`trainer.accumulate_grad_batches` must be at least 1, got {passes}.")
         super().setup(stage)
         longest = getattr(getattr(self.trainer, "datamodule", None), "max_length", None)
         budget, rows = self.max_tokens_per_micro_batch, self.rows_per_example

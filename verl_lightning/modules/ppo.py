@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,6 +35,7 @@ from verl_lightning.modules.ppo_checks import (
     check_options,
     check_parts,
     check_ppo_callback,
+    check_rewards,
     check_sampling,
     check_trainer,
 )
@@ -49,7 +49,6 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
     ppo_roles,
 )
-from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
@@ -212,21 +211,14 @@ class PPOModule(SamplingModule):
                 models[role.name].disable_dropout()
         self.actor, self.critic = models["actor"], models.get("critic")
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
+        self.note_start()
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs
 
+    @property
     @override
-    def find_identities(self) -> dict[str, Identity]:
-        found = super().find_identities()
-        if self._reference and self.trainer.state.fn == TrainerFn.FITTING:  # else nothing asks it
-            (reference,), config = self._reference, self.policy_config
-            # Rounded to another type, the same weights look like others.
-            found[f"reference in {config.dtype}"] = Identity(
-                key="model.actor.path",
-                what="the reference of the KL penalty",
-                shown=config.path,
-                digest=reference.base_fingerprint(),
-            )
-        return found
+    def has_reference(self) -> bool:
+        """True with a KL penalty; where the reference is the base of adapters, it is compared with these."""
+        return bool(self._reference)
 
     @override
     def told_settings(self) -> dict[str, Any]:
@@ -366,6 +358,7 @@ class PPOModule(SamplingModule):
         """Logs the iteration's metrics, then steers the KL weight and the learning rates."""
         with self.phase(METRICS):
             metrics = table.reduce(self.contract.gather_over_data_parallel)
+        check_rewards(metrics, self.trainer.global_step)
         metrics |= self.take_timings()
         with self.phase(METRICS):  # of the next iteration
             self._log_iteration(metrics)

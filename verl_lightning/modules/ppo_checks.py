@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.compat.lightning import saves_by_time
+from verl_lightning.faults import RunError
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
 
@@ -107,6 +108,23 @@ def check_sampling(
         raise ValueError(
             f"`{type(advantage).__name__}` compares responses to the same prompt and needs at least 2, but"
             f" `rollout.sampling.num_samples` is {sampling.num_samples}."
+        )
+
+
+def check_rewards(metrics: Mapping[str, float], step: int) -> None:
+    """Refuse to go on where the reward function has no reward for any response: nothing is learnt.
+
+    Args:
+        metrics: Metrics of an iteration, over all ranks.
+        step: Number of the iteration.
+
+    Raises:
+        RunError: If no response has a reward, and not for failures alone, which ``max_error_share`` limits.
+    """
+    if metrics.get("reward/none", 0.0) > 0 and "critic/score/mean" not in metrics:
+        raise RunError(
+            f"no response of step {step} has a reward, so nothing is learnt: `model.reward` returned None for"
+            f" {metrics['reward/none']:.0f} of them, which leaves a response out. Does it lack a `return`?"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import os
 import signal
 import threading
 import time
@@ -22,6 +21,7 @@ from verl_lightning.compat.lightning import (
     note_sigterm,
     replace_signals,
     restore_signals,
+    save_last_checkpoint,
 )
 from verl_lightning.modules.weight_averaging import averaged_weights
 from verl_lightning.processes import peers
@@ -59,14 +59,15 @@ class Preemption(Callback):
     """
 
     def __init__(self, grace: float = 300.0) -> None:
-        if grace <= 0:
-            raise ValueError(f"`preemption.grace` must be above 0 seconds, got {grace}.")
+        if not 0 < grace < float("inf"):
+            raise ValueError(f"`preemption.grace` must be a number of seconds above 0, got {grace}.")
         self.grace = grace
         self._reason: str | None = None
         self._since = 0.0
         self._finishes = False  # what is going on, before it ends
         self._has_trained = False  # on a batch, since it started
-        self._timer: threading.Timer | None = None
+        self._timer: threading.Timer | None = None  # at most one
+        self._lock = threading.Lock()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -108,12 +109,15 @@ class Preemption(Callback):
             raise Preempted(f"{self._reason or signum.name}: the run ends here. {self._way_on}")
 
     def tell(self, reason: str) -> None:
-        """Has the run end soon; may be called in any thread.
+        """Has the run end soon, unless it was told before; may be called in any thread.
 
         Args:
             reason: Cause of the order to stop, such as ``SIGTERM``.
         """
-        self._reason, self._since = reason, time.monotonic()
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._since, self._reason = time.monotonic(), reason
         if self._finishes:
             say(
                 f"{reason}: the run saves and ends after this iteration, within {self.grace:g} s (`preemption.grace`)."
@@ -203,10 +207,8 @@ def save_last(trainer: Trainer) -> str:
     """Writes all `last` checkpoints that are not there yet, and says where. Collective."""
     paths = []
     for callback in last_checkpoint_callbacks(trainer):
-        path = last_path(callback)
-        paths.append(path)
-        if not has_saved_last(callback, trainer.global_step, path):
-            trainer.save_checkpoint(path)
+        is_there = has_saved_last(callback, trainer.global_step)
+        paths.append(callback.last_model_path if is_there else save_last_checkpoint(callback, trainer))
     where = f"saved in `{paths[0]}`" if paths else "nothing saved, for there is no `ModelCheckpoint`"
     return f"stopped after step {trainer.global_step}, {where}"
 
@@ -217,9 +219,3 @@ def last_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
     # An `HFCheckpoint` writes folders, which have no extension and can't resume a run.
     able = [each for each in callbacks if isinstance(each, ModelCheckpoint) and each.FILE_EXTENSION]
     return [callback for callback in able if callback.save_last] or able[:1]
-
-
-def last_path(callback: ModelCheckpoint) -> str:
-    """Returns the path of a callback's `last` checkpoint."""
-    assert callback.dirpath is not None
-    return os.path.join(callback.dirpath, callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)

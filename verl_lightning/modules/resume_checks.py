@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities import rank_zero_warn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from verl_lightning.models.config import ModelConfig
 from verl_lightning.rewards.config import RewardConfig
 
 IDENTITIES_KEY = "identities"
 CONFIGS_KEY = "model_configs"
+
+REFERENCE = "reference"
+"""Beginning of the names of identities of the policy before its training."""
 
 PROBES = ("Hello, world! 12345 + 6.7", "  two  spaces\n\tand a tab\r\n", "Ünïcödé 漢字 🙂", "def f(x): return x ** 2")
 """Texts in which tokenizers with the same vocabulary differ."""
@@ -45,6 +50,9 @@ class Identity:
 
     digest: str
     """Text that tells the thing from others; may equal ``shown``."""
+
+    is_needed: bool = True
+    """False if this run does without the thing, which is kept for runs that go on from it."""
 
 
 def digest_of(*parts: object) -> str:
@@ -107,6 +115,24 @@ def edges(file: Path) -> tuple[bytes, bytes]:
         return first, content.read()
 
 
+def reference_identity(config: ModelConfig, digest: str, *, is_needed: bool) -> dict[str, Identity]:
+    """Identifies the policy before its training, which is the reference of a KL penalty or a preference loss.
+
+    Args:
+        config: Settings of the policy.
+        digest: Fingerprint of its weights. Rounded to another type, the same weights look like others.
+        is_needed: True if this run has such a reference.
+    """
+    what, key = "the reference (the policy before its training)", "model.actor.path"
+    found = Identity(key=key, what=what, shown=config.path, digest=digest, is_needed=is_needed)
+    return {f"{REFERENCE} in {config.dtype}": found}
+
+
+def references(saved: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Returns the identities of the policy before its training, which runs without a reference pass on."""
+    return {name: identity for name, identity in saved.items() if name.startswith(REFERENCE)}
+
+
 def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Identity]) -> None:
     """Refuses to go on with other things than the run that wrote a checkpoint had.
 
@@ -119,7 +145,12 @@ def check_identities(saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, 
     """
     for name, here in ours.items():
         there = saved.get(name)
-        if there is not None and there["digest"] != here.digest:
+        if here.is_needed and there is None and name.startswith(REFERENCE):
+            rank_zero_warn(
+                f"`{here.key}`: `ckpt_path` does not tell whether `{here.shown}`, {here.what}, is the model that its"
+                f" run began with{' in another `dtype`' if references(saved) else ''}. Make sure that it is."
+            )
+        if here.is_needed and there is not None and there["digest"] != here.digest:
             raise ValueError(
                 f"`{here.key}`: {here.what} is not that of `ckpt_path`: {for_people(**there)} there,"
                 f" {for_people(here.shown, here.digest)} here. Use that of the checkpoint's run, whatever its path; or"

@@ -61,6 +61,12 @@ class Node:
         )
 
 
+def is_alone(address: str | None) -> bool:
+    """Tells whether `connect` will start a cluster of this machine alone."""
+    wanted = address or os.environ.get("RAY_ADDRESS")
+    return wanted == "local" or (not wanted and local.running_address() is None)
+
+
 def connect(address: str | None = None) -> None:
     """Joins a cluster, unless this process has joined one.
 
@@ -83,7 +89,7 @@ def connect(address: str | None = None) -> None:
                 " looks for one. Look at `ray status` on its head node; left out, a cluster of this machine is started."
             )
         local.join(wanted)
-    elif wanted == "local" or (not wanted and local.running_address() is None):
+    elif is_alone(address):
         local.start()
     elif wanted == "auto" and local.running_address("auto") is None:
         raise ConnectionError("no Ray cluster runs here. Start one by `ray start --head`, or leave `auto` out.")

@@ -11,6 +11,7 @@ from verl_lightning.needs import (
     ADAPTER_WEIGHTS,
     broken_weights,
     has_certainly_no_gpu,
+    missing_accelerator,
     missing_adapter,
     missing_attention,
     missing_checkpoint,
@@ -26,6 +27,7 @@ from verl_lightning.needs import (
     wrong_seed,
 )
 from verl_lightning.rewards.loading import check_exists
+from verl_lightning.trainer_numbers import LEAST, SHARES, wrong_numbers
 
 LOGGERS = {
     "WandbLogger": "wandb",
@@ -49,9 +51,10 @@ def obstacles(reading: Reading) -> Iterator[str]:
 
 
 def about_parts(reading: Reading) -> Iterator[str]:
-    """Yields complaints about a missing model, missing data or a bad seed."""
+    """Yields complaints about a missing model, missing data, a bad seed or a number out of its range."""
     if isinstance(seed := reading.get("seed_everything"), int):
         yield from told(wrong_seed(seed))
+    yield from wrong_numbers({name: reading.get(f"trainer.{name}") for name in (*LEAST, *SHARES, "devices")})
     if "model" not in reading.mentioned:
         yield "`verl-fit` needs `model`."
     module = reading.own_class("model")
@@ -71,7 +74,10 @@ def about_strategy(reading: Reading) -> Iterator[str]:
         yield from told(complaint)
     if strategy == "megatron":
         yield from told(missing_megatron())
-    if reading.get("trainer.accelerator") in ("gpu", "cuda") and has_certainly_no_gpu():
+    accelerator = reading.get("trainer.accelerator")
+    if isinstance(accelerator, str) and module is not None:
+        yield from told(missing_accelerator(accelerator))
+    if accelerator in ("gpu", "cuda") and has_certainly_no_gpu():
         yield no_gpu()
 
 
@@ -109,7 +115,7 @@ def about_files(reading: Reading) -> Iterator[str]:
         names = {"validate": ("val_files",), "test": ("test_files",)}.get(reading.command, ("train_files", "val_files"))
         for key in (f"data.{name}" for name in names):
             files = reading.get(key)
-            for file in [files] if isinstance(files, str) else files or ():
+            for file in [files] if files and isinstance(files, str) else files or ():
                 yield from told(missing_data_file(Path(str(file))), key)
 
 

@@ -77,7 +77,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """A flag's value as YAML reads it; the text itself where that can't be read."""
+    """A flag's value as YAML reads it; the text itself where that can't be read, or where there is none."""
+    if not text:
+        return text
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
