@@ -221,7 +221,8 @@ def test_a_preempted_run_leaves_another_runs_checkpoint_and_no_timer_and_its_tra
 
     assert (tmp_path / "step=2-newest.ckpt").read_text() == "of another run"
     assert f"stopped after step 2, saved in `{tmp_path / 'step=2-newest-v1.ckpt'}`" in end.value.words
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
     teller.batch_idx = -1
     trainer.fit(make_sft(tiny_folder), make_chats(chat_file), ckpt_path=saves.last_model_path, weights_only=True)
