@@ -23,8 +23,15 @@ settings.load_profile("steady")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the real model of the opt-in tests lies."""
+    """Where the real model of the opt-in tests lies, and how many random chats there are."""
     parser.addoption("--real-model", type=Path, help="folder of a pretrained chat model, for `-m real_model`")
+    parser.addoption("--chats", type=int, default=3, help="random chats under each published template")
+
+
+@pytest.fixture(scope="session")
+def chats_per_template(request: pytest.FixtureRequest) -> int:
+    """Random chats under each published template."""
+    return int(request.config.getoption("--chats"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._keeps = history == "keep"
         self._name = name
+        self._shown = ""
         self.messages: list[Message] = []
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
@@ -63,6 +65,8 @@ class Chat:
         self.messages = clean_messages(list(messages), name=f"what `reset` has returned for {self._name}")
         text = self._renderer.render(self.messages, add_generation_prompt=True)
         self._renderer.check_written(self.messages, text, supervised={})
+        shown = [_stand_in(message) for message in self.messages]
+        self._shown = self._renderer.render(shown, add_generation_prompt=True)
         return self._ids(text)
 
     def add_turn(self, message: Message) -> None:
@@ -90,24 +94,38 @@ class Chat:
     def _following(self, new: list[Message], last: str | None) -> str:
         """Return the text that follows the policy's newest turn."""
         said = [_stand_in(message) for message in self.messages]
-        before = self._renderer.render(said, add_generation_prompt=False)
         after = self._renderer.render([*said, *new], add_generation_prompt=True)
+        if not self._keeps and not after.startswith(self._shown):
+            lost = self._shown[len(os.path.commonprefix([self._shown, after])) :]
+            raise HistoryError(
+                f"The chat template writes what the policy has read anew once a message of `{new[0]['role']}` follows:"
+                f" {lost[:80]!r} is no longer there."
+            )
+        other = self._renderer.render([*said, {**new[0], "content": WORD}, *new[1:]], add_generation_prompt=True)
+        self._shown = after
+        return after[self._turn_end(os.path.commonprefix([after, other]), last) :]
+
+    def _turn_end(self, shared: str, last: str | None) -> int:
+        """Return the length of a text up to what follows the policy's newest turn.
+
+        Args:
+            shared: The conversation up to somewhere in the next message.
+            last: Text of the token with which the policy ended its turn.
+        """
         finder, ends = find_ends(self._renderer.template, self._tokenizer.eos_token)
-        shared = finder.shared(before, after)
-        if not finder.only_ends(before[len(shared) :], ends.closing):
-            if not self._keeps or WORD not in after or said[-1].get("tool_calls"):
-                raise HistoryError(
-                    f"The chat template changes what stood before a message of `{new[0]['role']}`: instead of"
-                    f" {before[len(shared) :][:40]!r} it then has {after[len(shared) :][:40]!r}."
-                )
-            shared = after[: after.rindex(WORD) + len(WORD)]
-        if (end := finder.last_token(shared)) in ends.closing and end is not None:
-            kept = len(shared.rstrip())
-            return after[kept if last is not None else kept - len(end) :]
-        rest = after[len(shared) :]
-        end = finder.first_token(rest)
-        is_said = last is not None and (end in ends.closing or end == last)
-        return rest.lstrip()[len(end or "") :] if is_said else rest
+        end, token = max((shared.rfind(token), token) for token in ends.closing)
+        if end > shared.rfind(WORD):
+            return end if last is None else end + len(token)
+        for opening in (ends.opening_tool, ends.opening):  # where the next message's first token ends a turn
+            if opening is not None and (end := shared.rfind(opening)) > shared.rfind(WORD):
+                return end + len(opening) if opening == last else end
+        if WORD not in shared:
+            raise HistoryError("The chat template ends an assistant's turn with a tool call by no token.")
+        end = shared.rindex(WORD) + len(WORD)
+        # A template that closes only the newest turn with a token that ends a response closes others with another.
+        closes = self._renderer.render([USER, ANSWER], add_generation_prompt=False).rpartition(WORD)[2].strip()
+        earlier = finder.first_token(shared[end:]) if closes and last is not None else None
+        return shared.index(earlier, end) + len(earlier) if earlier is not None else end
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -124,10 +142,9 @@ class Chat:
         reply = USER if role == "user" else {**USER, "role": "tool", "tool_call_id": "call12345", "name": "f"}
         prompt = self._renderer.render([USER], add_generation_prompt=True)
         text = self._renderer.render([USER, {**ANSWER, **calls}, reply], add_generation_prompt=True)
-        finder, _ = find_ends(self._renderer.template, self._tokenizer.eos_token)
         if not text.startswith(prompt):
-            lost = prompt[len(finder.shared(prompt, text)) :]
-            return f"of the prompt that the policy answers, it leaves out {lost!r} once a message of `{role}` follows"
+            lost = prompt[len(os.path.commonprefix([prompt, text])) :]
+            return f"of what the policy has read, {lost[:80]!r} is not there once a message of `{role}` follows"
         thinker = {**_THINKER, **calls}
         thought = self._renderer.render([USER, thinker], add_generation_prompt=False)
         later = self._renderer.render([USER, thinker, reply], add_generation_prompt=True)
