@@ -111,7 +111,7 @@ def start(arguments: argparse.Namespace, config: str, layout: str, folder: Path,
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """Rows of the metrics file that belong to a training step."""
-    files = list(folder.glob("runs/version_*/metrics.csv"))
+    files = list(folder.glob("runs/*/metrics.csv"))
     if not files:
         return []
     with files[0].open() as file:

@@ -140,7 +140,8 @@ def last_words(file: Path) -> str:
 
 def report(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """A row's numbers, from its metrics file."""
-    with (arguments.folder / name / "runs/version_0/metrics.csv").open() as file:
+    (metrics,) = (arguments.folder / name / "runs").glob("*/metrics.csv")
+    with metrics.open() as file:
         rows = [row for row in csv.DictReader(file) if row["timing_s/step"]][arguments.warmup :]
     seconds = statistics.median(float(row["timing_s/step"]) for row in rows)
     lengths = statistics.fmean(float(row["response_length/mean"]) for row in rows)

@@ -11,6 +11,7 @@ from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.ray_rollout import RayRollout
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.run_report import RunReport
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.preemption import Preemption
@@ -31,6 +32,7 @@ __all__ = [
     "RayRollout",
     "ResumeWandb",
     "RolloutCallback",
+    "RunReport",
     "SamplesTable",
     "StepRange",
     "VLLMRollout",

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
+from verl_lightning.callbacks.sample_rows import RowLimits, make_rows
 from verl_lightning.callbacks.samples_page import write_page
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.run_folders import shared_run_folder
-from verl_lightning.types import Experience, PromptBatch, Rollout
+from verl_lightning.types import Experience, PromptBatch
 
-COLUMNS = ["step", "data_source", "prompt", "response", "reward"]
+COLUMNS = ["step", "data_source", "prompt", "response", "reward", "ground_truth", "is_truncated"]
 TRAIN_COLUMNS = [*COLUMNS, "advantage"]
 
 
@@ -30,12 +30,13 @@ class SamplesTable(Callback):
 
     ``samples/step=N.jsonl`` holds the first responses of a validation, whose prompts are the same every time, so that
     tables can be compared; ``samples/train_step=N.jsonl`` the first ones of a training step on rank 0, with the mean
-    advantage of their tokens; ``samples/index.html`` shows both. Without a reward, ``reward`` is null. Weights & Biases
-    gets the tables too where its logger is used.
+    advantage of their tokens; ``samples/index.html`` shows both, with ground truth, parts of the reward, and tokens by
+    their log-probs. Without a reward, ``reward`` is null. The logger of Weights & Biases gets the tables too.
 
     Args:
         num_rows: Responses in a table.
         max_characters: Longest prompt or response; more is cut and marked.
+        max_tokens: Tokens of a response that are kept with their ids and log-probs; 0 keeps none.
         train_every_n_steps: Training steps from one table to the next; 0 makes none.
         max_tables: Newest tables on the page; older ones stay in their files.
         folder: Folder for the tables; null puts them into ``samples`` beside the first logger's files.
@@ -49,24 +50,31 @@ class SamplesTable(Callback):
         self,
         num_rows: int = 16,
         max_characters: int = 4000,
+        max_tokens: int = 1024,
         train_every_n_steps: int = 10,
         max_tables: int = 50,
         folder: str | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"`num_rows` must be at least 1, got {num_rows}. Take the callback out to have no table.")
-        if train_every_n_steps < 0 or max_tables < 1:
+        if min(train_every_n_steps, max_tokens) < 0 or max_tables < 1:
             raise ValueError(
-                "`train_every_n_steps` must not be negative and `max_tables` must be at least 1, got"
-                f" {train_every_n_steps} and {max_tables}."
+                "`train_every_n_steps` and `max_tokens` must not be negative and `max_tables` must be at least 1, got"
+                f" {train_every_n_steps}, {max_tokens} and {max_tables}."
             )
         self.num_rows = num_rows
         self.train_every_n_steps = train_every_n_steps
         self.max_tables = max_tables
-        self.max_characters = max_characters
+        self.limits = RowLimits(max_characters=max_characters, max_tokens=max_tokens)
         self.folder = folder
         self._rows: list[dict[str, Any]] = []
         self._path = Path()
+        self._loaded_step = 0  # finished steps of the run that wrote the loaded checkpoint
+
+    @property
+    def page(self) -> Path:
+        """The page that shows all tables, once there is one."""
+        return self._path / "index.html"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,6 +84,10 @@ class SamplesTable(Callback):
                 " `PPOModule`, or take the callback out."
             )
         self._path = Path(self.folder or shared_run_folder(trainer) / "samples")
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded_step = checkpoint.get("global_step", 0)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,32 +103,28 @@ class SamplesTable(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        reward_result: RewardResult = outputs["reward_result"]
         assert batch.rollout is not None
-        prompts = batch.rollout.prompt_index.tolist()
+        assert isinstance(pl_module, SamplingModule)
         room = self.num_rows - len(self._rows)
-        responses = zip(prompts, reward_result.responses, reward_result.known_rewards, strict=True)
-        for index, response, reward in islice(responses, room):
-            row = batch.rows[index]
-            self._rows.append(
-                {
-                    "step": trainer.global_step,
-                    "data_source": row["data_source"],
-                    "prompt": self._cut(_said(row)),
-                    "response": self._cut(response),
-                    "reward": reward,
-                }
-            )
+        self._rows += make_rows(
+            pl_module,
+            batch.rollout,
+            outputs["reward_result"],
+            batch.rows,
+            step=self._step(trainer),
+            count=room,
+            limits=self.limits,
+        )
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._write(trainer, f"step={trainer.global_step}", "val/samples", COLUMNS, self._rows)
+            self._write(trainer, f"step={self._step(trainer)}", "val/samples", COLUMNS, self._rows)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.validating and self._rows:  # what was said before it was cut short
-            self._write(trainer, f"step={trainer.global_step}", "val/samples", COLUMNS, self._rows)
+            self._write(trainer, f"step={self._step(trainer)}", "val/samples", COLUMNS, self._rows)
 
     def on_experience(
         self,
@@ -131,21 +139,21 @@ class SamplesTable(Callback):
             return
         mask = experience.response_mask
         advantages = (experience.advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-        rewards = scored.reward_result.known_rewards
-        table = []
-        for index in range(min(self.num_rows, len(scored.rollout))):
-            row = None if rows is None else rows[int(scored.rollout.prompt_index[index])]
-            table.append(
-                {
-                    "step": step,
-                    "data_source": None if row is None else row["data_source"],
-                    "prompt": self._cut(_prompt(module, scored.rollout, index) if row is None else _said(row)),
-                    "response": self._cut(scored.reward_result.responses[index]),
-                    "reward": rewards[index],
-                    "advantage": float(advantages[index]),
-                }
-            )
+        table = make_rows(
+            module,
+            scored.rollout,
+            scored.reward_result,
+            rows,
+            step=step,
+            count=self.num_rows,
+            limits=self.limits,
+            advantages=advantages,
+        )
         self._write(module.trainer, f"train_step={step}", "train/samples", TRAIN_COLUMNS, table)
+
+    def _step(self, trainer: Trainer) -> int:
+        """Finished steps of the weights at hand: an evaluation counts none of its own."""
+        return trainer.global_step if trainer.state.fn == TrainerFn.FITTING else self._loaded_step
 
     def _write(self, trainer: Trainer, name: str, key: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
         """Write a table into a file, onto the page and to Weights & Biases; on rank 0."""
@@ -159,20 +167,3 @@ class SamplesTable(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_table(key, columns=columns, data=[[row[name] for name in columns] for row in rows])
-
-    def _cut(self, text: str) -> str:
-        if len(text) <= self.max_characters:
-            return text
-        return f"{text[: self.max_characters]}... ({len(text) - self.max_characters} more characters)"
-
-
-def _said(row: Mapping[str, Any]) -> str:
-    """The messages of a prompt."""
-    return "\n".join(str(message["content"]) for message in row["prompt"])
-
-
-def _prompt(module: PostTrainingModule, rollout: Rollout, index: int) -> str:
-    """The prompt of a response, from its tokens."""
-    width = rollout.response_mask.shape[1]
-    ids = rollout.input_ids[index, :-width][rollout.attention_mask[index, :-width]]
-    return str(module.tokenizer.decode(ids))

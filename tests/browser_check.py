@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.runs import make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import write_prompt_file, write_tiny_folder
-from verl_lightning.callbacks import ProfilerCallback, SamplesTable, StepRange
+from verl_lightning.callbacks import ProfilerCallback, RunReport, SamplesTable, StepRange
 from verl_lightning.callbacks.samples_page import write_page
+from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.ppo_config import KLConfig
 
 ODD_ROW = {
@@ -31,25 +32,51 @@ ODD_ROW = {
     "response": "long " * 300 + "\u2028 ünïcödé 数学 👍",
     "reward": 1.0,
     "advantage": -0.5,
+    "ground_truth": {"answer": "<i>42</i>"},
+    "reward_parts": {"accuracy": 0.25},
+    "is_truncated": True,
+    "tokens": ["<u>", "</script>", "tool"],
+    "token_ids": [7, 8, 9],
+    "log_probs": [-0.1, -6.5, 0.0],
+    "is_trained": [True, True, False],
+    "turns": [
+        {"role": "assistant", "text": "<s>call</s>", "reward": 0.5},
+        {"role": "tool", "text": "result", "tool": "search", "seconds": 1.25, "is_trained": False},
+    ],
 }
+
+OPEN_ALL = "<script>for (const row of [...get('rows').children]) row.click();</script></body>"
+"""Script that opens the details of all rows, for a screenshot."""
 
 
 def make_pages(folder: Path) -> dict[str, tuple[Path, list[str]]]:
     """A short run's pages, and what each must show."""
     model, prompts = write_tiny_folder(folder / "model"), write_prompt_file(folder / "prompts.jsonl")
     profiler = ProfilerCallback(steps=StepRange(first=2, last=3), folder=str(folder / "profile"))
-    samples = SamplesTable(num_rows=12, train_every_n_steps=1, folder=str(folder / "samples"))
+    samples = SamplesTable(num_rows=12, train_every_n_steps=1)
+    logger = ResumableCSVLogger(str(folder), version="run")
     options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "log_every_n_steps": 1, "max_steps": 4}
-    trainer = make_trainer(folder, profiler, make_rollout(), samples, **options)
+    trainer = make_trainer(folder, profiler, make_rollout(), samples, RunReport(), logger=logger, **options)
     trainer.fit(make_ppo(model, kl=KLConfig()), datamodule=make_prompts(prompts, prompts))
     rows = [ODD_ROW, ODD_ROW | {"reward": math.nan, "advantage": None}]
-    (folder / "samples/train_step=9.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = samples.page.parent
+    (tables / "train_step=9.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened = write_page(tables, max_tables=50).with_name("opened.html")
+    opened.write_text(samples.page.read_text(encoding="utf-8").replace("</body>", OPEN_ALL), encoding="utf-8")
     phases = ["update_actor", "hooks and data", "Step 2:", "Step 3:", 'title="gen:']
     return {
         "timeline": (folder / "profile/timeline_rank=0.html", phases),
         "samples": (
-            write_page(folder / "samples", max_tables=50),
+            samples.page,
             ["&lt;b&gt;odd&lt;/b&gt;", "2 of 2 responses, mean reward 1.000", "ünïcödé 数学 👍", "step 4, validation"],
+        ),
+        "opened": (
+            opened,
+            ["&lt;i&gt;42", "0.250", "truncated", "id 8, log-prob -6.5", "search, 1.250 s, not trained"],
+        ),
+        "report": (
+            logger.log_dir / Path("report.html"),
+            [">finished</span>", "critic/score/mean", "<polyline points=", "ground truth", "update_actor", "torch"],
         ),
     }
 
@@ -69,7 +96,7 @@ def check(browser: str, name: str, page: Path, wanted: list[str], out: Path) -> 
     problems += [f"{name} logs {line}" for line in logged.splitlines() if "CONSOLE" in line]
     if "<title>broken" in shown:
         problems.append(f"{name} ran a script of a response")
-    if re.search(r"""(?:src|href)\s*=|@import|url\(""", page.read_text(encoding="utf-8")):
+    if re.search(r"""<link|\bsrc\s*=|@import|url\(""", page.read_text(encoding="utf-8")):
         problems.append(f"{name} asks for another file")
     return problems
 

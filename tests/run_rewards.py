@@ -21,6 +21,11 @@ def _even_share(text):
     return sum(ord(character) % 2 == 0 for character in text) / max(1, len(text))
 
 
+def parts_of_even_share(sample):
+    """`even_share`, with a number beside it."""
+    return {"reward": even_share(sample), "length": len(sample.response)}
+
+
 def starts_even(sample):
     """1 if the first character has an even code, else 0."""
     return float(bool(sample.response) and ord(sample.response[0]) % 2 == 0)

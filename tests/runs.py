@@ -15,6 +15,7 @@ from verl_lightning.modules import DPOModule, PPOModule, SFTModule
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.run_records import runs_in
 
 REWARDS = Path(__file__).with_name("run_rewards.py")
 
@@ -114,6 +115,11 @@ def make_settings(folder: Path, prompt_file: Path, **trainer: Any) -> dict[str, 
         "data": {"class_path": "PromptDataModule", "init_args": {"train_files": str(prompt_file)} | sizes},
         "rollout": {"class_path": "HFRollout", "init_args": {"sampling": {"num_samples": 2, "max_new_tokens": 4}}},
     }
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Folders of the runs that `verl-fit` has begun in a working directory, the newest last."""
+    return [path for path, _ in runs_in(folder / "runs")]
 
 
 def make_trainer(tmp_path: Path, *callbacks: Callback, **changes: Any) -> Trainer:

@@ -55,7 +55,7 @@ def run_ppo(folder, model_folder, prompt_file, lora):
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     cli = CLI(["--config", str(folder / "run.yaml")])
-    (checkpoint,) = folder.glob("version_0/checkpoints/*.ckpt")
+    (checkpoint,) = folder.glob("*/checkpoints/*.ckpt")
     return cli.model, checkpoint
 
 

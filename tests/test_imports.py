@@ -13,8 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "verl_lightning"
 # Files that any room above `functional` may use.
-FACTS = {"faults", "needs", "processes", "types", "metrics", "options", "ranges", "run_folders", "seeding"}
-FACTS |= {"trainer_numbers"}
+FACTS = {
+    "faults",
+    "needs",
+    "processes",
+    "types",
+    "metrics",
+    "options",
+    "ranges",
+    "run_folders",
+    "run_records",
+    "seeding",
+    "trainer_numbers",
+}
 CLI = {"cli", "launch", "loggers", "migrate", "submit"}
 BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
@@ -27,10 +38,11 @@ ALLOWED = {
     "metrics": {"faults"},
     "options": {"faults"},
     "ranges": set(),
-    "run_folders": {"compat"},
+    "run_folders": {"compat", "run_records"},
+    "run_records": {"processes"},
     "seeding": set(),
     "trainer_numbers": set(),
-    "processes": set(),
+    "processes": {"faults"},
     "data": BASE,
     "models": BASE,
     "ray": BASE,

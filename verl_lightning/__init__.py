@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ProfilerCallback,
         RayRollout,
         ResumeWandb,
+        RunReport,
         SamplesTable,
         VLLMRollout,
     )
@@ -91,6 +92,7 @@ _NAMES = {
         "ProfilerCallback",
         "RayRollout",
         "ResumeWandb",
+        "RunReport",
         "SamplesTable",
         "VLLMRollout",
     ),

@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,65 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import KeepingWriter, OwnWriterLogger, choose_version, chosen_version, next_version
+from verl_lightning.compat.lightning import (
+    KeepingWriter,
+    OwnWriterLogger,
+    choose_folder,
+    choose_version,
+    chosen_version,
+    next_version,
+)
+from verl_lightning.run_folders import name_of
+from verl_lightning.run_records import read_rows
 
 
 class ResumableCSVLogger(OwnWriterLogger):
-    """Writes ``save_dir/name/version_N/metrics.csv``, and goes on with that file when a run is resumed.
+    """Writes ``save_dir/name/RUN/metrics.csv``, and goes on with that file when a run is resumed.
 
     Lightning's logger starts each run in a new folder, where ``ckpt_path: last`` finds nothing, and empties the file of
     a folder that it is told to reuse. This one keeps the rows from before the checkpoint and replaces those that the
     resumed run computes anew.
 
     Args:
-        save_dir: Folder of all runs; a local one.
+        save_dir: Folder of all runs, a local one; null takes ``trainer.default_root_dir`` under `verl-fit`, and
+            ``runs`` in Python.
         name: Folder in it for runs that belong together; empty for none.
-        version: The run's folder; a number N is ``version_N``, null the next free one.
+        version: The run's folder; a number N is ``version_N``. Null makes a new one, under `verl-fit` of ``--name`` or
+            of the configuration's name and the time, in Python of the next free number.
         prefix: Text before each metric's name.
         flush_logs_every_n_steps: Steps between writes; 1 loses nothing when the run is killed.
     """
 
     def __init__(
         self,
-        save_dir: str = "runs",
+        save_dir: str | None = None,
         name: str = "",
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 1,
     ) -> None:
-        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        super().__init__(save_dir or "runs", name, version, prefix, flush_logs_every_n_steps)
+        self._has_folder = save_dir is not None
         self._old_rows: list[dict[str, Any]] = []
+        self._new_name = ""  # of the run that is to begin; empty for the next number
+
+    def keep_in(self, folder: str) -> None:
+        """Logs below this folder, unless ``save_dir`` has chosen another."""
+        if not self._has_folder:
+            choose_folder(self, folder)
 
     def continue_run(self, version: int | str | None) -> None:
         """Logs into the folder of this run, whatever it holds."""
         choose_version(self, version)
 
+    def begin_run(self, name: str) -> None:
+        """Logs into a new folder of this name; where there is one, a number is put behind it."""
+        self._new_name = name
+
     @property
     @override
     def version(self) -> int | str:
-        """The run's folder; where none was chosen, the next free number, whose folder is made at once."""
+        """The run's folder; where none was chosen, a new one, which is made at once."""
         self._take_folder()
         return super().version
 
@@ -65,13 +88,15 @@ class ResumableCSVLogger(OwnWriterLogger):
     @rank_zero_only
     def _take_folder(self) -> None:
         """Make the next free folder this run's own, also while other runs look for one."""
+        attempts = count(1)
         while chosen_version(self) is None:
-            number = next_version(self)
-            folder = Path(self.root_dir, f"version_{number}")
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            attempt, number = next(attempts), next_version(self)
+            named = self._new_name if attempt == 1 else f"{self._new_name}-{attempt}"
+            version = named if self._new_name else number
+            Path(self.root_dir).mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):  # another run was faster
-                folder.mkdir()
-                choose_version(self, number)
+                Path(self.root_dir, name_of(version)).mkdir()
+                choose_version(self, version)
 
     @override
     @rank_zero_only
@@ -117,15 +142,6 @@ def rows_before(rows: Sequence[Mapping[str, str]], metrics: Mapping[str, object]
         if row_step > step or (row_step == step and not names.isdisjoint(metrics)):
             return list(rows[:index])
     return list(rows)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a metrics file, without one that a kill has torn; none if there is no file."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return [row for row in csv.DictReader(whole) if None not in row.values()]
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:

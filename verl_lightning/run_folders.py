@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 
 from verl_lightning.compat.lightning import chosen_version
-
-CONFIG_FILE = "config.yaml"
-"""File in a run's folder that tells a training run from an evaluation."""
+from verl_lightning.run_records import CONFIG_FILE, read_record
 
 CHECKPOINTS = "checkpoints"
 """Folder in a run's, by Lightning, for the checkpoints of a `ModelCheckpoint` without ``dirpath``."""
@@ -22,10 +22,7 @@ CHECKPOINTS = "checkpoints"
 def run_folder(trainer: Trainer) -> str:
     """The folder in which a run's checkpoints lie; for W&B it differs from ``trainer.log_dir``."""
     logger = trainer.logger
-    if logger is None:
-        return trainer.default_root_dir
-    version = logger.version
-    return os.path.join(runs_folder(trainer), version if isinstance(version, str) else f"version_{version}")
+    return trainer.default_root_dir if logger is None else os.path.join(runs_folder(trainer), name_of(logger.version))
 
 
 def shared_run_folder(trainer: Trainer) -> Path:
@@ -36,8 +33,11 @@ def shared_run_folder(trainer: Trainer) -> Path:
 def runs_folder(trainer: Trainer) -> str:
     """The folder in which the first logger makes one for each run; without a logger, the folder of the only run."""
     logger = trainer.logger
-    if logger is None:
-        return trainer.default_root_dir
+    return trainer.default_root_dir if logger is None else _parent(trainer, logger)
+
+
+def _parent(trainer: Trainer, logger: Logger) -> str:
+    """The folder in which a logger makes one for each run."""
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name))
 
 
@@ -55,15 +55,17 @@ class LastCheckpoint:
     """Folders of newer training runs, which have no checkpoint."""
 
 
-def last_checkpoint(trainer: Trainer) -> LastCheckpoint | None:
+def last_checkpoint(trainer: Trainer, run: str | None = None) -> LastCheckpoint | None:
     """The checkpoint of the newest run that has one, of those that the trainer's `ModelCheckpoint` callbacks write.
 
-    The newest run is the one of the highest version, where folders are called ``version_N``, or else that with the
-    newest checkpoint. Of a run, it is the newest checkpoint whose name begins with ``last``; where there is none, the
-    newest of all. Callbacks with a ``dirpath`` share it with all runs, so that the newest one there counts.
+    The newest run is the one that began last, by its record; of runs without one it is that of the highest version,
+    where folders are called ``version_N``, or else that with the newest checkpoint. Of a run, it is the newest
+    checkpoint whose name begins with ``last``; where there is none, the newest of all. Callbacks with a ``dirpath``
+    share it with all runs, so that the newest one there counts.
 
     Args:
         trainer: Trainer of the run that is to go on.
+        run: Name of the run that is meant; None takes the newest.
     """
     found = []
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -71,27 +73,37 @@ def last_checkpoint(trainer: Trainer) -> LastCheckpoint | None:
         checkpoints = [] if callback.dirpath is None else checkpoints_in(Path(callback.dirpath))
         found += [LastCheckpoint(path=path, run=None) for path in checkpoints]
     if not callbacks or any(callback.dirpath is None for callback in callbacks):
-        newest = newest_run(trainer)
+        newest = newest_run(trainer, run)
         found += [] if newest is None else [newest]
     return max(found, key=lambda each: rank(each.path), default=None)
 
 
-def newest_run(trainer: Trainer) -> LastCheckpoint | None:
-    """Finds the newest checkpoint of the newest run that has one; None if no run has."""
-    parent = Path(runs_folder(trainer))
-    version = chosen_version(trainer.logger)
-    if trainer.logger is None:
-        runs = [parent]
-    elif version is not None:
-        runs = [parent / (version if isinstance(version, str) else f"version_{version}")]
-    else:
-        runs = [path for path in parent.glob("*") if path.is_dir()]
+def newest_run(trainer: Trainer, name: str | None = None) -> LastCheckpoint | None:
+    """Finds the newest checkpoint of the newest run that has one, or of the run of a name; None if there is none."""
+    runs = list(known_runs(trainer, name))
     with_checkpoint = {run: max(found, key=rank) for run in runs if (found := checkpoints_in(run / CHECKPOINTS))}
     if not with_checkpoint:
         return None
-    newest = max(with_checkpoint, key=lambda run: (number_of(run), rank(with_checkpoint[run])))
-    passed_over = [run for run in runs if number_of(run) > number_of(newest) and (run / CONFIG_FILE).exists()]
-    return LastCheckpoint(path=with_checkpoint[newest], run=newest, passed_over=sorted(passed_over, key=number_of))
+    newest = max(with_checkpoint, key=lambda run: (age(run), rank(with_checkpoint[run])))
+    passed_over = [run for run in runs if age(run) > age(newest) and (run / CONFIG_FILE).exists()]
+    return LastCheckpoint(path=with_checkpoint[newest], run=newest, passed_over=sorted(passed_over, key=age))
+
+
+def known_runs(trainer: Trainer, name: str | None) -> Iterator[Path]:
+    """Folders where the runs of a trainer's loggers lie; without a logger, the folder of the only run.
+
+    Args:
+        trainer: Trainer of the run that is to go on.
+        name: Name of the run that is meant; None takes those that the loggers are set to, or else all.
+    """
+    if not trainer.loggers:
+        yield Path(trainer.default_root_dir)
+    for logger in trainer.loggers:
+        parent, version = Path(_parent(trainer, logger)), chosen_version(logger)
+        if name is not None or version is not None:
+            yield parent / (name_of(version) if name is None else name)
+        else:
+            yield from (path for path in parent.glob("*") if path.is_dir())
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -99,16 +111,21 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("last*.ckpt")) or sorted(folder.glob("[!.]*.ckpt"))
 
 
-def version_of(run: Path) -> int | str:
+def name_of(version: int | str | None) -> str:
+    """Returns the name of a run's folder from a logger's version."""
+    return version if isinstance(version, str) else f"version_{version}"
+
+
+def version_of(name: str) -> int | str:
     """Returns the version of a run's folder, as a logger gives it: N for ``version_N``, else the folder's name."""
-    match = re.fullmatch(r"version_(\d+)", run.name)
-    return run.name if match is None else int(match[1])
+    match = re.fullmatch(r"version_(\d+)", name)
+    return name if match is None else int(match[1])
 
 
-def number_of(run: Path) -> int:
-    """The number of a run's folder; -1 where it has none, as with Weights & Biases."""
-    version = version_of(run)
-    return version if isinstance(version, int) else -1
+def age(run: Path) -> tuple[str, int]:
+    """Returns a sort key by which runs that began later come after others, and runs without a record first."""
+    record, version = read_record(run), version_of(run.name)
+    return "" if record is None else record.started, version if isinstance(version, int) else -1
 
 
 def rank(checkpoint: Path) -> tuple[bool, float]:

@@ -51,7 +51,7 @@ def read_curve(file: Path, metric: str) -> tuple[list[int], list[float]]:
 
 def newest_log(folder: Path) -> Path:
     """The metrics of the last run that logged here."""
-    return max(folder.glob("version_*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+    return max(folder.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
 
 
 def draw(folder: Path) -> Path:

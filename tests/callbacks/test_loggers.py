@@ -110,12 +110,13 @@ def test_an_offline_wandb_run_holds_metrics_tables_and_settings(tmp_path, tiny_f
     flags += ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--model.init_args.reward.num_workers=1"]
 
     trainer = CLI(["--config", "ppo.yaml", *flags]).trainer
-    config = dict(trainer.logger.experiment.config)
-    trainer.logger.experiment.finish()
+    experiment = trainer.loggers[1].experiment
+    config = dict(experiment.config)
+    experiment.finish()
 
     assert config["model"]["init_args"]["advantage"]["class_path"].endswith("GAE")
     assert config["trainer"]["max_steps"] == 4
-    assert len(list(tmp_path.glob("lightning_logs/*/samples/index.html"))) == 1  # of this run alone
+    assert len(list(tmp_path.glob("runs/*/samples/index.html"))) == 1  # of this run alone
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in run.glob("files/media/table/*/*.json")}
     assert tables["samples"]["columns"][:5] == ["step", "data_source", "prompt", "response", "reward"]
@@ -149,13 +150,13 @@ def test_verl_fit_goes_on_with_the_same_wandb_run(tmp_path, tiny_folder, prompt_
     flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=."]
     flags += ["--trainer.callbacks+=ResumeWandb", "--model.init_args.reward.num_workers=1"]
     first = CLI(["--config", "ppo.yaml", *flags, "--trainer.max_steps=4"]).trainer
-    first.logger.experiment.finish()
+    first.loggers[1].experiment.finish()
     saved = str(next(tmp_path.glob("*/*/checkpoints/last.ckpt"))) if how == "path" else "last"
 
     second = CLI(["--config", "ppo.yaml", *flags, "--trainer.max_steps=5", "--ckpt_path", saved]).trainer
-    assert second.logger.experiment.summary["training/global_step"] == 5
+    assert second.loggers[1].experiment.summary["training/global_step"] == 5
     assert len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 1
-    second.logger.experiment.finish()
+    second.loggers[1].experiment.finish()
 
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1

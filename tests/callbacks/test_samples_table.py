@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.callbacks.conftest import EACH_STEP
-from tests.runs import make_chats, make_reward, make_sft, make_trainer
-from verl_lightning.callbacks import SamplesTable
+from tests.runs import make_chats, make_prompts, make_reward, make_rollout, make_sft, make_trainer
+from verl_lightning.callbacks import SamplesTable, samples_page
 from verl_lightning.callbacks.json_files import write_whole
 from verl_lightning.callbacks.samples_page import read_table, write_page
 
@@ -34,12 +35,21 @@ def test_each_validation_writes_a_table_of_the_same_prompts(fit, tmp_path, promp
         assert {row["data_source"] for row in table} == {"sort4"}
 
 
-def test_a_row_holds_the_response_and_its_reward(fit, tmp_path):
-    fit(SamplesTable(num_rows=64), max_steps=1, **EACH_STEP)
+def test_a_row_holds_the_response_and_what_it_is_judged_by(fit, tmp_path, prompt_file):
+    reward = make_reward("parts_of_even_share")
+    tokenizer = fit(SamplesTable(num_rows=64), max_steps=1, reward=reward, **EACH_STEP).module.tokenizer
 
-    for row in read(tmp_path / "samples/step=1.jsonl"):
+    truths = [row["reward_model"]["ground_truth"] for row in read(prompt_file)]
+    rows = read(tmp_path / "samples/step=1.jsonl")
+    assert [row["ground_truth"] for row in rows] == truths[: len(rows)]
+    for row in rows:
         characters = [ord(character) % 2 == 0 for character in row["response"]]
         assert row["reward"] == pytest.approx(sum(characters) / max(1, len(characters)))
+        assert row["reward_parts"] == {"length": len(row["response"])}
+        assert row["is_truncated"] == (tokenizer.eos_token_id not in row["token_ids"])
+        assert tokenizer.batch_decode([[token] for token in row["token_ids"]]) == row["tokens"]
+        assert 1 <= len(row["log_probs"]) == len(row["tokens"]) <= 6
+        assert all(log_prob <= 0 for log_prob in row["log_probs"])
 
 
 def test_long_texts_are_cut_and_say_so(fit, tmp_path):
@@ -87,13 +97,15 @@ def test_a_training_row_tells_the_mean_advantage_of_its_tokens(fit, tmp_path):
     assert read(tmp_path / "samples/train_step=1.jsonl")[0]["advantage"] == pytest.approx(keeps.mean)
 
 
-def test_the_page_holds_the_newest_tables(fit, tmp_path):
-    fit(SamplesTable(num_rows=2, train_every_n_steps=1, max_tables=3), max_steps=2, **EACH_STEP)
+def test_the_page_holds_the_newest_tables(fit, tmp_path, monkeypatch):
+    monkeypatch.setattr(samples_page, "TABLES_WITH_TOKENS", 2)
+    fit(SamplesTable(num_rows=2, train_every_n_steps=1, max_tables=3, max_tokens=2), max_steps=2, **EACH_STEP)
 
     page = (tmp_path / "samples/index.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert [table["name"] for table in data] == ["step 1, validation", "step 2, training", "step 2, validation"]
     assert [len(table["rows"]) for table in data] == [2, 2, 2]
+    assert [len(table["rows"][0].get("tokens", "none")) for table in data] == [4, 2, 2]
 
 
 def test_a_response_cannot_leave_its_script(tmp_path):
@@ -147,7 +159,19 @@ def test_modules_without_responses_are_refused(tmp_path, tiny_folder, chat_file)
         trainer.fit(make_sft(tiny_folder), datamodule=make_chats(chat_file))
 
 
-@pytest.mark.parametrize("options", [{"train_every_n_steps": -1}, {"max_tables": 0}])
+@pytest.mark.parametrize("options", [{"train_every_n_steps": -1}, {"max_tables": 0}, {"max_tokens": -1}])
 def test_sizes_without_sense_are_refused(options):
-    with pytest.raises(ValueError, match="`train_every_n_steps` must not be negative and `max_tables`"):
+    with pytest.raises(ValueError, match="`train_every_n_steps` and `max_tokens` must not be negative"):
         SamplesTable(**options)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+def test_an_evaluation_tells_the_step_of_its_checkpoint(fit, tmp_path, prompt_file):
+    """Its trainer counts none."""
+    save = ModelCheckpoint(tmp_path, "x", every_n_train_steps=1)
+    run = fit(save, max_steps=2, enable_checkpointing=True)
+
+    trainer = make_trainer(tmp_path, make_rollout(), SamplesTable(num_rows=1))
+    trainer.validate(run.module, make_prompts(prompt_file, prompt_file), ckpt_path=tmp_path / "x.ckpt")
+
+    assert read(tmp_path / "samples/step=2.jsonl")[0]["step"] == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
     Timer,
@@ -76,6 +78,27 @@ def test_the_checkpoint_with_the_best_validation_is_kept(fit, tmp_path):
     rewards = [validation["val/reward"] for validation in run.recorder.validations]
     assert saves.best_model_path == str(tmp_path / f"step={rewards.index(max(rewards)) + 1}.ckpt")
     assert list(tmp_path.glob("*.ckpt")) == [Path(saves.best_model_path)]
+
+
+@pytest.mark.parametrize(("interval", "num_files"), [(0.0, 3), (1e6, 0)])
+def test_checkpoints_are_written_by_the_clock(fit, tmp_path, interval, num_files):
+    """Which Lightning does under automatic optimization only; at each of three iterations, or at none."""
+    saves = ModelCheckpoint(tmp_path, "{step}", train_time_interval=timedelta(seconds=interval), save_top_k=-1)
+
+    fit(saves, **SAVES)
+
+    assert len(list(tmp_path.glob("*.ckpt"))) == num_files
+
+
+def test_a_run_that_fails_saves_where_it_was(fit, tmp_path):
+    class Fail(Callback):
+        def on_train_batch_end(self, *args):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Fail(), OnExceptionCheckpoint(tmp_path), **SAVES)
+
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 1
 
 
 def test_checkpoints_of_epochs_are_written(fit, tmp_path):

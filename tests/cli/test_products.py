@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from tests.cli.toy import ParsedCLI
-from tests.runs import make_settings
+from tests.runs import make_settings, run_folders
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.cli import shipped_configs
 from verl_lightning.cli.lightning_cli import CLI
@@ -57,8 +57,8 @@ def ppo_config(folder: Path, tiny_folder: Path, prompt_file: Path) -> Path:
 
 def test_ppo_trains_and_its_saved_settings_repeat_it(ppo_config, folder):
     assert CLI(["--config", str(ppo_config)]).trainer.global_step == 2
-    CLI(["--config", "runs/version_0/config.yaml"])
-    first, second = (read_rows(folder / f"runs/version_{version}/metrics.csv") for version in (0, 1))
+    CLI(["--config", str(run_folders(folder)[0] / "config.yaml")])
+    first, second = (read_rows(run / "metrics.csv") for run in run_folders(folder))
     learnt = [name for name in first[0] if not name.startswith(("timing", "perf"))]
     assert "actor/grad_norm" in learnt
     assert [[row[name] for name in learnt] for row in first] == [[row[name] for name in learnt] for row in second]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.resume.settings import write_settings
+from tests.runs import run_folders
 from verl_lightning.callbacks import ProfilerCallback, RolloutCallback, StepRange
 from verl_lightning.cli.lightning_cli import CLI
 
@@ -38,7 +39,7 @@ def test_five_steps_and_the_callback_are_enough(folder, tiny_folder, prompt_file
 
     CLI(["--config", "ppo.yaml", "--trainer.max_steps=5", "--profile", "ProfilerCallback"])
 
-    out = folder / "runs/version_0/profile"
+    out = run_folders(folder)[0] / "profile"
     assert {path.name for path in out.iterdir()} == {"timeline_rank=0.html", "torch_step=2_rank=0.json.gz"}
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("update_critic", "tokens/s", "share", "save_checkpoint"))

@@ -8,6 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Timer
 
 from tests.cli.toy import BASE, ToyData, ToyModule, ToyRollout
+from tests.runs import run_folders
 from verl_lightning.cli.lightning_cli import CLI
 from verl_lightning.strategies import DDPStrategy
 
@@ -42,7 +43,7 @@ def test_what_was_built_can_be_run(folder):
     cli.trainer.fit(cli.model, cli.datamodule)
 
     assert cli.trainer.global_step == 3
-    assert (folder / "runs" / "version_0" / "config.yaml").exists()
+    assert (run_folders(folder)[0] / "config.yaml").exists()
 
 
 def test_read_settings_are_settings():

@@ -14,6 +14,7 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.modules.test_run_lock import held
+from tests.runs import run_folders
 from verl_lightning.cli import show_error
 from verl_lightning.cli.lightning_cli import CLI
 from verl_lightning.loggers import rows_before
@@ -39,7 +40,7 @@ def read_metrics(folder: Path) -> list[dict[str, str]]:
 
 def test_settings_are_saved_in_the_runs_folder(run, folder):
     run("--model.optim.lr", "0.5")
-    saved = yaml.safe_load((folder / "runs/version_0/config.yaml").read_text())
+    saved = yaml.safe_load((run_folders(folder)[0] / "config.yaml").read_text())
     assert saved["model"]["init_args"]["optim"]["lr"] == 0.5
     assert saved["trainer"]["max_steps"] == 3
     assert saved["seed_everything"] == 42
@@ -47,14 +48,16 @@ def test_settings_are_saved_in_the_runs_folder(run, folder):
 
 def test_saved_settings_repeat_the_run(run, folder):
     run("--model.optim.lr", "0.5", "--seed_everything", "7")
-    CLI(["--config", "runs/version_0/config.yaml"])
-    assert read_metrics(folder / "runs/version_0") == read_metrics(folder / "runs/version_1")
+    CLI(["--config", str(run_folders(folder)[0] / "config.yaml")])
+    first, second = run_folders(folder)
+    assert read_metrics(first) == read_metrics(second)
+    assert second.name.startswith("base-2")  # what the first one was named after, not "config"
 
 
 def test_every_logger_gets_the_settings(run, folder):
     run("--trainer.logger+=TensorBoardLogger", "--trainer.logger.save_dir=boards", "--trainer.logger.name=b")
-    for saved in ("runs/version_0/hparams.yaml", "boards/b/version_0/hparams.yaml"):
-        assert yaml.safe_load((folder / saved).read_text())["rollout"]["init_args"]["temperature"] == 0.7
+    for saved in (run_folders(folder)[0], folder / "boards/b/version_0"):
+        assert yaml.safe_load((saved / "hparams.yaml").read_text())["rollout"]["init_args"]["temperature"] == 0.7
 
 
 def test_without_a_logger_settings_lie_beside_the_checkpoints(run, folder):
@@ -64,21 +67,23 @@ def test_without_a_logger_settings_lie_beside_the_checkpoints(run, folder):
 
 
 @pytest.mark.slow
-def test_wandb_settings_lie_beside_its_checkpoints(run, folder):
-    """`trainer.log_dir` would put them where all runs of W&B share one file."""
-    cli = run("--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=w")
-    cli.trainer.logger.experiment.finish()
-    (saved,) = (folder / "w").glob("*/*/config.yaml")
-    assert (saved.parent / "checkpoints").is_dir()
+def test_a_run_of_wandb_has_a_folder_as_all_have_and_its_name(run, folder):
+    """`trainer.log_dir` would put its files where all runs of W&B share one folder."""
+    flags = ["--trainer.logger=WandbLogger", "--trainer.logger.offline=true", "--trainer.logger.save_dir=w"]
+    experiment = run(*flags, "--name", "first").trainer.loggers[1].experiment
+    experiment.finish()
+    assert experiment.name == "first"
+    assert {"checkpoints", "config.yaml", "metrics.csv", "report.html"} <= {
+        path.name for path in (folder / "runs/first").iterdir()
+    }
 
 
 def test_last_goes_on_in_the_newest_runs_folder(run, folder):
     run(*CHECKPOINTS)
     cli = run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
     assert cli.trainer.global_step == 4
-    losses = [row["step"] for row in read_metrics(folder / "runs/version_0") if row["loss"]]
-    assert losses == ["0", "1", "2", "3"]
-    assert not (folder / "runs/version_1").exists()
+    (folder,) = run_folders(folder)
+    assert [row["step"] for row in read_metrics(folder) if row["loss"]] == ["0", "1", "2", "3"]
 
 
 LOGGERS = {
@@ -104,7 +109,7 @@ def test_last_is_the_newest_run_that_has_a_checkpoint(run, logger, caplog):
     def trainer_of(*words):
         trainer = run(*words, *CHECKPOINTS, *LOGGERS[logger]).trainer
         if logger == "wandb":
-            trainer.logger.experiment.finish()
+            trainer.loggers[1].experiment.finish()
         return trainer
 
     trainer_of("fit")
@@ -127,16 +132,17 @@ def test_last_goes_on_in_the_folder_of_the_run_that_it_means(run, folder, caplog
     with caplog.at_level(logging.INFO):
         run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
 
-    assert [row["step"] for row in read_metrics(folder / "runs/version_0") if row["loss"]] == ["0", "1", "2", "3"]
-    assert "Newer runs have no checkpoint and are passed over: `runs/version_1`." in caplog.text
-    assert not (folder / "runs/version_2").exists()
+    first, second = run_folders(folder)
+    assert [row["step"] for row in read_metrics(first) if row["loss"]] == ["0", "1", "2", "3"]
+    assert f"Newer runs have no checkpoint and are passed over: `{second.relative_to(folder)}`." in caplog.text
 
 
 def test_last_of_a_chosen_run_is_its_own(run, folder):
     """Of an evaluation too, and never that of another run."""
+    version = ["--trainer.logger=ResumableCSVLogger", "--trainer.logger.version=0"]
+    run(*CHECKPOINTS, *version)
     run(*CHECKPOINTS)
-    run(*CHECKPOINTS)
-    chosen = ["--trainer.logger=ResumableCSVLogger", "--trainer.logger.version=0", "--ckpt_path=last"]
+    chosen = [*version, "--ckpt_path=last"]
 
     assert run(*CHECKPOINTS, *chosen).trainer.ckpt_path == "runs/version_0/checkpoints/last.ckpt"
     with pytest.raises(MisconfigurationException, match="no run in `runs/` has a `last` checkpoint"):
@@ -148,7 +154,7 @@ def test_last_takes_another_checkpoint_where_a_run_has_no_last_one(run):
 
     cli = run("--ckpt_path", "last", "--trainer.max_steps=4")
 
-    assert cli.trainer.ckpt_path == "runs/version_0/checkpoints/epoch=0-step=2.ckpt"
+    assert cli.trainer.ckpt_path.endswith("/checkpoints/epoch=0-step=2.ckpt")
 
 
 @pytest.mark.parametrize("words", [["fit"], ["validate"], ["test"]])
@@ -161,13 +167,13 @@ def test_last_without_a_checkpoint_is_refused(run, words, logger):
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_run_that_is_still_at_work_is_not_gone_on_with(run, folder):
     """Not even its settings are written over."""
-    run(*CHECKPOINTS)
-    before = {path: path.read_bytes() for path in (folder / "runs/version_0").rglob("*") if path.is_file()}
+    run(*CHECKPOINTS, "--name", "first")
+    before = {path: path.read_bytes() for path in (folder / "runs/first").rglob("*") if path.is_file()}
 
-    with held(folder / "runs/version_0") as pid:
-        with pytest.raises(FolderInUseError, match=rf"version_0` is in use by another run: process {pid} on"):
+    with held(folder / "runs/first") as pid:
+        with pytest.raises(FolderInUseError, match=rf"first` is in use by another run: process {pid} on"):
             run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
-        assert run("validate", "--ckpt_path", "last").trainer.logger.version == 1
+        assert run("validate", "--ckpt_path", "last").trainer.logger.version.startswith("base-validate-")
 
     assert before == {path: path.read_bytes() for path in before}
     assert run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4").trainer.global_step == 4
@@ -181,8 +187,9 @@ def test_auto_begins_anew_once_and_goes_on_from_then_on(run, folder, caplog):
 
     assert "`--ckpt_path auto`: no run has a checkpoint yet, so this one begins anew." in caplog.text
     assert first.trainer.ckpt_path is None
-    assert second.trainer.ckpt_path == "runs/version_0/checkpoints/last.ckpt"
-    assert yaml.safe_load((folder / "runs/version_0/config.yaml").read_text())["ckpt_path"] is None
+    (folder,) = run_folders(folder)
+    assert second.trainer.ckpt_path == f"runs/{folder.name}/checkpoints/last.ckpt"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["ckpt_path"] is None
 
 
 def test_auto_is_for_training(refuse):
@@ -194,20 +201,20 @@ def test_resumed_settings_still_repeat_the_run(run, folder):
     """They must not say `last` themselves, or repeating would go on instead."""
     run(*CHECKPOINTS)
     run(*CHECKPOINTS, "--ckpt_path", "last", "--trainer.max_steps", "4")
-    assert yaml.safe_load((folder / "runs/version_0/config.yaml").read_text())["ckpt_path"] is None
+    assert yaml.safe_load((run_folders(folder)[0] / "config.yaml").read_text())["ckpt_path"] is None
 
 
 def test_validation_of_last_reads_the_newest_weights(run, folder):
     trained = run(*CHECKPOINTS).model.linear.weight.detach().clone()
     cli = run("validate", *CHECKPOINTS, "--ckpt_path", "last")
     torch.testing.assert_close(cli.model.linear.weight.detach(), trained)
-    assert (folder / "runs/version_1/config_validate.yaml").exists()
-    assert [row["step"] for row in read_metrics(folder / "runs/version_0")] == ["0", "1", "2"]
+    assert list((folder / "runs").glob("base-validate-*/config_validate.yaml"))
+    assert [row["step"] for row in read_metrics(run_folders(folder)[0])] == ["0", "1", "2"]
 
 
 def test_settings_win_over_those_of_the_checkpoint(run, folder):
     run(*CHECKPOINTS)
-    cli = run("--ckpt_path", "runs/version_0/checkpoints/last.ckpt", "--model.optim.lr", "0.25")
+    cli = run("--ckpt_path", str(run_folders(folder)[0] / "checkpoints/last.ckpt"), "--model.optim.lr", "0.25")
     assert cli.model.optim.lr == 0.25
 
 
@@ -258,4 +265,4 @@ def test_console_script_trains(folder):
     environment = {"PYTHONPATH": str(root), "PATH": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(read_metrics(folder / "runs/version_0")) == 1
+    assert len(read_metrics(run_folders(folder)[0])) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Timer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -18,7 +20,7 @@ def test_defaults_of_verl_fit_reach_the_trainer(parse):
     assert trainer.log_every_n_steps == 1
     assert trainer.num_sanity_val_steps == 0
     assert isinstance(trainer.logger, ResumableCSVLogger)
-    assert trainer.logger.log_dir == "runs/version_0"
+    assert re.fullmatch(r"runs/base-\d{8}-\d{6}(-\d+)?", trainer.logger.log_dir)
 
 
 @pytest.mark.parametrize(

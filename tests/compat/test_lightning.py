@@ -8,13 +8,14 @@ import inspect
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from verl_lightning.compat import lightning as compat
+from verl_lightning.compat.lightning_checkpoint import has_saved_last, saves_by_time
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -119,14 +120,36 @@ def test_checkpoint_callbacks_save_and_remove_by_these_methods(tmp_path):
     for name, parameters in signatures.items():
         assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
     assert {"_last_global_step_saved", "_last_checkpoint_saved"} <= vars(ModelCheckpoint()).keys()
-    assert not compat.saves_by_time(ModelCheckpoint())
-    assert not compat.has_saved_last(ModelCheckpoint(), 0)
+    assert not saves_by_time(ModelCheckpoint())
+    assert not has_saved_last(ModelCheckpoint(), 0)
+
+
+def test_saves_by_the_clock_take_these_steps():
+    signatures = {
+        "_monitor_candidates": ["self", "trainer"],
+        "_should_skip_saving_checkpoint": ["self", "trainer"],
+        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
+    }
+    for name, parameters in signatures.items():
+        assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
+    names = {"_train_time_interval", "_last_time_checked", "_defer_save_until_validation"}
+    assert names <= vars(ModelCheckpoint()).keys()
+
+
+def test_a_compiled_module_is_known():
+    module = LightningModule()
+    assert not compat.is_compiled(module)
+    module._compiler_ctx = {"compiler": "dynamo"}  # as `Trainer.fit` does with what `torch.compile` returns
+    assert compat.is_compiled(module)
 
 
 def test_a_wandb_loggers_run_is_chosen(tmp_path):
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     assert logger._id is None
     assert "id" in logger._wandb_init
+    compat.name_wandb_run(logger, "shown")
+    compat.name_wandb_run(logger, "too late")
+    assert logger._wandb_init["name"] == "shown"
     compat.continue_wandb_run(logger, "earlier")
     assert logger.version == compat.chosen_version(logger) == "earlier"
 
@@ -135,7 +158,12 @@ def test_a_file_loggers_run_is_chosen(tmp_path):
     assert parameters_of(ExperimentWriter._check_log_dir_exists) == ["self"]
     assert parameters_of(ExperimentWriter._rewrite_with_new_header) == ["self", "fieldnames"]
     assert CSVLogger(tmp_path)._experiment is None
-    assert compat.next_version(CSVLogger(tmp_path)) == 0
+    moved = CSVLogger(tmp_path / "elsewhere")
+    (tmp_path / "lightning_logs/version_3").mkdir(parents=True)
+    compat.choose_folder(moved, str(tmp_path))
+    assert compat.next_version(moved) == 4
+    assert moved.root_dir == str(tmp_path / "lightning_logs")
+    assert compat.next_version(CSVLogger(tmp_path / "empty")) == 0
     for kind in (CSVLogger, TensorBoardLogger):
         assert compat.chosen_version(kind(tmp_path)) is None
         assert compat.chosen_version(kind(tmp_path, version=3)) == 3

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from tests.processes import run_verl_fit, start, start_ranks, verl_fit, wait_until
 from tests.resume.experiment import assert_same_state, read_metrics
-from tests.runs import make_chats, make_sft, make_trainer
+from tests.runs import make_chats, make_sft, make_trainer, run_folders
 from verl_lightning.modules.preemption import Preempted, Preemption
 from verl_lightning.processes.signals import SAME_SECONDS
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_preempted_again_and_again_equals_one_that_is_not(tmp_path
         assert f"stopped after step {step}, saved in `" in output
     run(words, tmp_path / "parts", world_size, 0)
 
-    whole, parts = (tmp_path / name / "runs/version_0" for name in ("whole", "parts"))
+    whole, parts = (run_folders(tmp_path / name)[0] for name in ("whole", "parts"))
     assert read_metrics(parts) == read_metrics(whole)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import psutil
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,7 +11,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -58,15 +55,12 @@ def test_trainer_options_that_do_not_reach_ppo(tmp_path, tiny_folder, prompt_fil
     [
         (lambda: GradientAccumulationScheduler({0: 2}), r"Set `model\.update\.mini_batch_size`"),
         (BatchSizeFinder, r"The memory plan .* set `model\.update\.micro_batch_size`"),
-        (lambda: ModelCheckpoint(train_time_interval=timedelta(minutes=1)), r"Use `every_n_train_steps`"),
         (lambda: StochasticWeightAveraging(swa_lrs=1e-3), r"Use Lightning's `EMAWeightAveraging`"),
         (LearningRateFinder, r"Compare short runs"),
     ],
 )
 def test_callbacks_that_do_nothing_under_ppo(tmp_path, tiny_folder, prompt_file, make_callback, way_out):
-    callback = make_callback()
-    is_checkpoint = isinstance(callback, ModelCheckpoint)
-    trainer = make_trainer(tmp_path, make_rollout(), callback, enable_checkpointing=is_checkpoint)
+    trainer = make_trainer(tmp_path, make_rollout(), make_callback())
     with pytest.raises(MisconfigurationException, match=way_out):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
 

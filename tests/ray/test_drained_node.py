@@ -16,6 +16,7 @@ from tests.ray.conftest import SIZE, start_cluster
 from tests.ray.launches import ENDLESS, last_step, ray_words, start, steps_done_twice, wait_for_step
 from tests.resume.experiment import read_metrics
 from tests.resume.settings import write_settings
+from tests.runs import run_folders
 
 
 def drain(cluster: Any, node: Any) -> None:
@@ -46,5 +47,5 @@ def test_a_run_leaves_a_node_that_is_taken_away(tmp_path, tiny_folder, prompt_fi
     assert "NodeLeavingError" in output
     assert "restart 1 of 3" in output
     assert not steps_done_twice(folder)
-    steps = [int(row["step"]) for row in read_metrics(folder / "runs/version_0") if "actor/lr" in row]
+    steps = [int(row["step"]) for row in read_metrics(run_folders(folder)[0]) if "actor/lr" in row]
     assert steps == list(range(len(steps)))

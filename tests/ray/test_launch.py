@@ -15,6 +15,7 @@ from tests.processes import run_verl_fit, start_ranks, wait_until
 from tests.ray.launches import ENDLESS, RUN, last_step, ray_words, start, steps_done_twice, wait_for_step
 from tests.resume.experiment import read_metrics
 from tests.resume.settings import write_settings
+from tests.runs import run_folders
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,7 @@ def runs(tmp_path_factory, tiny_folder, prompt_file) -> Path:
 def expected(runs) -> list[dict[str, str]]:
     """The metrics of two processes of ddp without Ray."""
     run_ranks(runs / "ddp")
-    return read_metrics(runs / "ddp/runs/version_0")
+    return read_metrics(run_folders(runs / "ddp")[0])
 
 
 def run_ranks(folder: Path, *words: str) -> None:
@@ -122,7 +123,7 @@ def test_it_goes_on_with_the_losses_of_two_processes_and_ctrl_c_leaves_nothing(
         process.wait(code=130)
 
     wait_until(lambda: not processes_in(folder))
-    assert_same_metrics(read_metrics(folder / "runs/version_0")[: len(expected)], expected)
+    assert_same_metrics(read_metrics(run_folders(folder)[0])[: len(expected)], expected)
     assert not steps_done_twice(folder)
 
 
@@ -132,7 +133,7 @@ def test_processes_without_rays_launcher_share_engines_too(cluster_address, runs
 
     run_ranks(folder, "--config", "../actors.yaml")
 
-    assert_same_metrics(read_metrics(folder / "runs/version_0"), expected)
+    assert_same_metrics(read_metrics(run_folders(folder)[0]), expected)
 
 
 def test_a_users_mistake_is_told_once(cluster_address, runs):

@@ -38,7 +38,7 @@ export PATH=/shared/env/bin:$PATH
 module load cuda
 
 srun --kill-on-bad-exit=0 --cpus-per-task=12 verl-fit --config grpo --model.actor.path 'my model' \
---trainer.devices 8 --trainer.num_nodes 2 --trainer.logger.version grpo-7b --ckpt_path auto
+--trainer.devices 8 --trainer.num_nodes 2 --name grpo-7b --ckpt_path auto
 code=$?
 if [ "$code" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID" || echo "verl-fit slurm: not requeued; sbatch the script again." >&2
@@ -73,8 +73,7 @@ ray start --address="$head" --num-cpus=64 --num-gpus=8 --block &
 done
 
 trap '[ -z "$driver" ] || kill -USR1 "$driver"' USR1
-verl-fit ray --num-workers 16 --wait 300 --address "$head" -- --config grpo --trainer.logger.version grpo-7b \
---ckpt_path auto &
+verl-fit ray --num-workers 16 --wait 300 --address "$head" -- --config grpo --name grpo-7b --ckpt_path auto &
 driver=$!
 wait "$driver"; code=$?
 while [ "$code" -eq 138 ]; do wait "$driver"; code=$?; done  # USR1 ends a wait, not the driver
@@ -137,13 +136,11 @@ def test_the_warning_comes_before_the_grace_of_the_run():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["fit", "--config", "grpo"], ["--trainer.logger.version", "grpo-7b", "--ckpt_path", "auto"]),
-        (["--config", "grpo", "--ckpt_path", "auto"], ["--trainer.logger.version", "grpo-7b"]),
+        (["fit", "--config", "grpo"], ["--name", "grpo-7b", "--ckpt_path", "auto"]),
+        (["--config", "grpo", "--ckpt_path", "auto"], ["--name", "grpo-7b"]),
         (["--config", "grpo", "--trainer.logger.version=mine"], ["--ckpt_path", "auto"]),
-        (
-            ["--config=grpo", "--trainer.logger=false"],
-            ["--trainer.default_root_dir", "runs/grpo-7b", "--ckpt_path", "auto"],
-        ),
+        (["--config=grpo", "--trainer.logger=false"], ["--name", "grpo-7b", "--ckpt_path", "auto"]),
+        (["--config=grpo", "--trainer.logger=[{class_path: CSVLogger}]"], ["--name", "grpo-7b", "--ckpt_path", "auto"]),
         (["validate", "--config", "grpo"], []),
     ],
 )
@@ -177,7 +174,6 @@ def test_a_job_that_ends_for_good_runs_the_words_as_they_are():
         ([], ["--trainer.accelerator=cpu"], "`--gpus-per-node` does not fit `trainer.accelerator: cpu`"),
         ([], ["--preemption.grace=90000"], "leaves no time to train"),
         ([], ["--ckpt_path=old.ckpt"], "`ckpt_path: old.ckpt` is where each start would begin again"),
-        ([], ["--trainer.logger=[{class_path: CSVLogger}]"], "`trainer.logger`: .* such as `version: grpo-7b`"),
         ([], ["--trainer.enable_checkpointing=false"], "`trainer.enable_checkpointing: false` saves nothing"),
         ([], ["--trainer.callbacks=[{class_path: HFCheckpoint}]"], "`trainer.callbacks` .* no `ModelCheckpoint`"),
         ([], ["--model.actor.optim.lrr=1"], "model.actor.optim.lrr"),

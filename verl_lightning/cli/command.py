@@ -21,6 +21,7 @@ HELP = """\
 usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit slurm --time T --nodes N [ray ...] --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit migrate FILE [KEY=VALUE ...]
+       verl-fit runs [FOLDER]
        verl-fit doctor [PART ...]
 
 Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
@@ -32,12 +33,14 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
   slurm      Write a job script for SLURM that runs any of these; see verl-fit slurm --help.
   migrate    Translate a configuration of verl; see verl-fit migrate --help.
+  runs       List the runs in a folder, how far they are and how they ended.
   doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
 
 Examples:
   verl-fit --config grpo                           a configuration that ships with the package
   verl-fit --config my.yaml --trainer.max_steps 10 --model.actor.optim.lr 2e-6
   verl-fit --config my.yaml --strategy ddp         short for --trainer.strategy ddp
+  verl-fit --config my.yaml --name first           a run of this name, in runs/first
   verl-fit --config my.yaml --ckpt_path last       go on with the newest run; auto begins anew where there is none
   verl-fit --config my.yaml --print_config         show every setting and stop
 
@@ -81,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from verl_lightning.submit.command import submit_to_slurm  # late: others do without
 
         answer(submit_to_slurm, argv[1:])
+    if argv[0] == "runs":
+        from verl_lightning.cli.runs import main as list_runs  # late: others do without
+
+        answer(list_runs, argv[1:])
     if argv[0] == "doctor":
         from verl_lightning.cli.doctor import main as examine  # late: it reads torch
 

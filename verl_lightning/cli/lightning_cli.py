@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from jsonargparse import Namespace, get_loader, set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import verl_lightning.data
 import verl_lightning.modules  # so that YAML files can name their classes without a module
-from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback
+from verl_lightning.callbacks import ProfilerCallback, ResumeWandb, RolloutCallback, RunReport
 from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli.deprecation import renamed_flags, renamed_settings
 from verl_lightning.cli.errors import did_you_mean, of_trainer
 from verl_lightning.cli.parser import Parser, class_parser
+from verl_lightning.cli.run_names import choose_run, name_in_wandb, new_name, with_own_logger
+from verl_lightning.cli.save_config import LAST, SaveConfig
 from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
 from verl_lightning.compat.lightning_cli import OpenCLI
 from verl_lightning.loggers import ResumableCSVLogger
@@ -48,13 +48,7 @@ from verl_lightning.needs import (
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
-from verl_lightning.run_folders import (
-    CONFIG_FILE,
-    last_checkpoint,
-    run_folder,
-    runs_folder,
-    version_of,
-)
+from verl_lightning.run_folders import last_checkpoint, runs_folder, version_of
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 from verl_lightning.trainer_numbers import wrong_numbers
@@ -78,47 +72,8 @@ SWITCHES: dict[str, type[Callback]] = {
 }
 """Settings of the trainer that turn callbacks off; Lightning refuses to have both."""
 
-LAST = ("last", "auto")
-"""Values of `--ckpt_path` that mean the newest run's checkpoint; `auto` begins anew where there is none."""
-
 STRATEGY_CLASSES = {strategy.__name__: name for name, strategy in STRATEGIES.items()}
 """Short name of each strategy by the name of its class; users may write either."""
-
-
-class SaveConfig(SaveConfigCallback):
-    """Saves all settings in the run's folder, beside its checkpoints, and gives them to each logger.
-
-    ``verl-fit --config <folder>/config.yaml`` repeats the run. Settings of an evaluation are saved as
-    ``config_validate.yaml`` and ``config_test.yaml``.
-    """
-
-    @override
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        config = self.config.clone()
-        if config.get("ckpt_path") in LAST:
-            config["ckpt_path"] = None  # how the run was resumed is no part of what it is
-        text = self.parser.dump(config, skip_unset=False)
-        settings = get_loader("yaml")(text)
-        for logger in trainer.loggers:  # first: `CSVLogger` warns if there is a file in its folder already
-            logger.log_hyperparams(settings)
-        folder = run_folder(trainer)
-        filesystem = get_filesystem(folder)
-        filesystem.makedirs(folder, exist_ok=True)
-        name = CONFIG_FILE if stage == "fit" else f"config_{TrainerFn(stage).value}.yaml"
-        draft, path = os.path.join(folder, f".{name}.tmp"), os.path.join(folder, name)
-        is_resumed = self.config.get("ckpt_path") is not None
-        if (
-            not (trainer.loggers or is_resumed)
-            and filesystem.exists(path)
-            and filesystem.cat_file(path).decode() != text
-        ):
-            rank_zero_warn(
-                f"`{path}` is of another run, whose settings these replace: without a logger all runs share a folder."
-                " Give each a `trainer.default_root_dir` of its own."
-            )
-        with filesystem.open(draft, "w") as file:
-            file.write(text)
-        filesystem.mv(draft, path)  # a kill leaves the settings that were there
 
 
 class CLI(OpenCLI):
@@ -181,6 +136,13 @@ class CLI(OpenCLI):
             parser.add_class_arguments(
                 strategy, name, help=f"Settings of the strategy `{name}`; used when it is chosen"
             )
+        parser.add_argument(
+            "--name",
+            type=str | None,
+            default=None,
+            help="Name of the run and of its folder; null makes one of the configuration's name and the time. Of an"
+            " evaluation it is the run whose checkpoint `--ckpt_path last` means.",
+        )
         parser.add_class_arguments(Preemption, "preemption", help="How a run that is told to stop ends")
         for slot, base in CALLBACK_SLOTS.items():
             parser.add_subclass_arguments(base, slot, fail_untyped=False, required=False, help=slot_help(base))
@@ -237,18 +199,42 @@ class CLI(OpenCLI):
         callbacks = [c for c in own if c is not None] + without_switched_off(trainer, others)
         if not any(isinstance(callback, Preemption) for callback in callbacks):
             callbacks.append(self.built("preemption"))
+        if not any(isinstance(callback, RunReport) for callback in callbacks):
+            callbacks.append(RunReport())
+        root, name = trainer.default_root_dir or ".", self.setting("name")
+        loggers = with_own_logger(kwargs.pop("logger", trainer.logger), root)
+        if name is not None and not loggers:
+            kwargs.setdefault("default_root_dir", os.path.join(root, name))
         try:
-            made = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            made = super().instantiate_trainer(callbacks=callbacks, logger=loggers or False, **kwargs)
         except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
             self.parser.error(of_trainer(str(error), trainer.keys()))
         self._tell_of_unused_groups(made)
-        if self.built("ckpt_path") in LAST:
-            self._find_last_checkpoint(made)
+        self._choose_folder(made)
         return made
+
+    @property
+    def goes_on(self) -> bool:
+        """True where the run may write to a folder that holds a run."""
+        return self.setting("ckpt_path") is not None
+
+    def _choose_folder(self, trainer: Trainer) -> None:
+        """Finds the run that is gone on with, and its folder, or gives the run a new one."""
+        name, logger = self.setting("name"), trainer.logger
+        if name is not None:
+            first = logger if self._command == "fit" else None
+            if (complaint := choose_run(first, name, goes_on=self.goes_on)) is not None:
+                self.parser.error(complaint)
+        if self.built("ckpt_path") in LAST:
+            self._find_last_checkpoint(trainer)
+        if isinstance(logger, ResumableCSVLogger):
+            configs = self.setting("config") or []
+            logger.begin_run(new_name(configs, self.setting("model").class_path, name, self._command))
 
     def before_fit(self) -> None:
         """Keeps other runs out, and lets a resumed run go on in its W&B run; Lightning opens that before any hook."""
         self._lock_folders()
+        name_in_wandb(self.trainer)
         path = self.built("ckpt_path")
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeWandb) and path is not None:
@@ -282,7 +268,7 @@ class CLI(OpenCLI):
         """
         settings, logger = self.config_init[self.subcommand], trainer.logger
         asked, settings.ckpt_path = settings.ckpt_path, None
-        found = last_checkpoint(trainer)
+        found = last_checkpoint(trainer, self.setting("name"))
         if found is None and asked == "last":
             raise MisconfigurationException(no_last_checkpoint(trainer, self._command))
         if found is None:
@@ -294,7 +280,8 @@ class CLI(OpenCLI):
         rank_zero_info(f"`--ckpt_path {asked}` is `{found.path}`.{note}")
         begins_run = self._command == "fit" and chosen_version(logger) is None
         if begins_run and found.run is not None and isinstance(logger, ResumableCSVLogger):
-            logger.continue_run(version_of(found.run))
+            is_own = found.run.parent == Path(logger.root_dir)  # other loggers have had folders of runs too
+            logger.continue_run(version_of(found.run.name) if is_own else None)
 
 
 def split_settings(args: Mapping[str, Any] | Namespace) -> tuple[str, dict[str, Any]]:

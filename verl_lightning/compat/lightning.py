@@ -198,28 +198,9 @@ def swap_average(averaging: WeightAveraging, module: LightningModule) -> None:
     averaging._swap_models(module)
 
 
-def saves_by_time(callback: ModelCheckpoint) -> bool:
-    """Tell whether a callback has a ``train_time_interval``."""
-    return callback._train_time_interval is not None
-
-
-def has_saved_last(callback: ModelCheckpoint, step: int) -> bool:
-    """Tell whether a callback has written its `last` checkpoint after a step."""
-    return callback._last_global_step_saved == step and bool(callback.last_model_path)
-
-
-def save_last_checkpoint(callback: ModelCheckpoint, trainer: Trainer) -> str:
-    """Have a callback write its `last` checkpoint, whole and as a file, where it has others; returns its path.
-
-    Also where the callback keeps none, or weights alone. Collective.
-    """
-    chosen = callback.save_last, callback.save_weights_only
-    callback.save_last, callback.save_weights_only = True, False
-    try:
-        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-    finally:
-        callback.save_last, callback.save_weights_only = chosen
-    return callback.last_model_path
+def is_compiled(module: LightningModule) -> bool:
+    """Tell whether ``torch.compile`` has replaced a module's steps."""
+    return module._compiler_ctx is not None
 
 
 def last_checkpoints(trainer: Trainer) -> list[Path]:
@@ -287,9 +268,19 @@ def choose_version(logger: CSVLogger, version: int | str | None) -> None:
     logger._version = version
 
 
+def choose_folder(logger: CSVLogger, folder: str) -> None:
+    """Have a logger that has not logged yet make the folders of its runs in this one."""
+    logger._root_dir = logger._save_dir = folder
+
+
 def next_version(logger: CSVLogger) -> int:
     """The number after those of the runs beside which a logger begins a new one."""
     return logger._get_next_version()
+
+
+def name_wandb_run(logger: WandbLogger, name: str) -> None:
+    """Give a run that has not begun a name to show, unless it has one."""
+    logger._wandb_init["name"] = logger._wandb_init["name"] or name
 
 
 def continue_wandb_run(logger: WandbLogger, run_id: str) -> None:

@@ -16,11 +16,11 @@ from verl_lightning.faults import is_meant_for_user
 from verl_lightning.launch.board import Place
 from verl_lightning.launch.reporter import NodeLeavingError, Reporter, newest_checkpoint
 from verl_lightning.launch.task import Task
-from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.modules.preemption import Preempted
 from verl_lightning.processes.exit_codes import Ending, ExitCode
 from verl_lightning.ray.actors import ActorsLostError
 from verl_lightning.rollout.process import EngineDiedError
+from verl_lightning.run_folders import name_of
 
 _MISHAPS = (ActorsLostError, EngineDiedError, NodeLeavingError)
 
@@ -41,12 +41,13 @@ class WorkerCLI(CLI):
         self._world = {"num_nodes": num_nodes, "devices": devices}
         super().__init__(restart_words(task))
 
+    @property
+    @override
+    def goes_on(self) -> bool:
+        return self._task.restart_of is not None or super().goes_on
+
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        logger = self.built("trainer").logger
-        restart_of = self._task.restart_of
-        if restart_of is not None and isinstance(logger, ResumableCSVLogger):
-            logger.continue_run(restart_of.log_version)
         trainer = super().instantiate_trainer(**kwargs, **self._world)
         trainer.callbacks.insert(0, self._reporter)  # type: ignore[attr-defined]
         return trainer
@@ -134,8 +135,11 @@ def enter_folder(task: Task) -> None:
 
 
 def restart_words(task: Task) -> list[str]:
-    """The command line that goes on from the last checkpoint of an earlier attempt, if there is one."""
-    checkpoint = None if task.restart_of is None else newest_checkpoint(task.restart_of)
-    if task.restart_of is None or checkpoint is None:
+    """The command line that goes on in the folder of an earlier attempt, from its last checkpoint if there is one."""
+    if task.restart_of is None:
         return task.words
-    return [*task.words, "--ckpt_path", str(checkpoint) if task.restart_of.log_version is None else "last"]
+    checkpoint, version = newest_checkpoint(task.restart_of), task.restart_of.log_version
+    folder = [] if version is None else ["--name", name_of(version)]
+    if checkpoint is None:
+        return [*task.words, *folder]
+    return [*task.words, *folder, "--ckpt_path", str(checkpoint) if version is None else "last"]

@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import hide_training_warnings
+from verl_lightning.compat.lightning import hide_training_warnings, is_compiled
 from verl_lightning.compat.torch import hide_schedule_warning
 from verl_lightning.faults import NO_PREDICT, told_of
 from verl_lightning.metrics import MetricTable
@@ -318,6 +318,11 @@ class PostTrainingModule(LightningModule):
         numbers = {name: getattr(self.trainer, name, None) for name in (*LEAST, *SHARES)}
         for complaint in wrong_numbers(numbers):
             raise MisconfigurationException(complaint)
+        if is_compiled(self):
+            raise MisconfigurationException(
+                f"`torch.compile({type(self).__name__})` would compile hooks, not models, which are built later. Leave"
+                " it out; `FSDPStrategy(compile=True)` (`fsdp.compile: true`) compiles each block of the models."
+            )
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             self.check_callback(callback)

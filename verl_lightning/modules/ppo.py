@@ -52,6 +52,7 @@ from verl_lightning.modules.ppo_config import (
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
+from verl_lightning.modules.timed_saves import TimedSaves
 from verl_lightning.options import typed
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.telemetry.phases import METRICS
@@ -192,7 +193,7 @@ class PPOModule(SamplingModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         check_trainer(self.trainer, self)
-        return [*super().configure_callbacks(), *([self.gathering] if self.gathering else [])]
+        return [*super().configure_callbacks(), TimedSaves(), *([self.gathering] if self.gathering else [])]
 
     @override
     def setup(self, stage: str) -> None:

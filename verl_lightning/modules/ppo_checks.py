@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
-from verl_lightning.compat.lightning import saves_by_time
 from verl_lightning.faults import RunError
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -192,9 +191,4 @@ def check_ppo_callback(callback: Callback) -> None:
             "`BatchSizeFinder` tries sizes of one `batch_size`, which PPO does not have. The memory plan that a run"
             " prints at its start says what fits: set `model.update.micro_batch_size` or"
             " `model.update.max_tokens_per_micro_batch`."
-        )
-    if isinstance(callback, ModelCheckpoint) and saves_by_time(callback):
-        raise MisconfigurationException(
-            "`ModelCheckpoint(train_time_interval=...)` never saves under manual optimization."
-            " Use `every_n_train_steps`, which counts PPO iterations."
         )

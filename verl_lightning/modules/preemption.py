@@ -15,14 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import (
-    has_saved_last,
-    is_accumulating,
-    note_sigterm,
-    replace_signals,
-    restore_signals,
-    save_last_checkpoint,
-)
+from verl_lightning.compat.lightning import is_accumulating, note_sigterm, replace_signals, restore_signals
+from verl_lightning.compat.lightning_checkpoint import has_saved_last, save_last_checkpoint
 from verl_lightning.modules.weight_averaging import averaged_weights
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from verl_lightning.cli.preflight.words import read_settings
 from verl_lightning.launch.actor_demands import GRACE, actor_demands
 from verl_lightning.launch.options import LaunchOptions, parse_launch
 from verl_lightning.ray.cluster import Node, shortage
+from verl_lightning.run_records import timed_name
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9.-]*")
 """Pattern of a run's name: it is part of file names, and YAML must not read it as a number."""
@@ -26,8 +26,8 @@ INTERACTIVE = ("bash", "interactive")
 VERSION = re.compile(r"--trainer\.logger\.(init_args\.)?version\b")
 """Pattern of a flag that names a run."""
 
-VERSIONED = ("ResumableCSVLogger", "CSVLogger", "TensorBoardLogger", "WandbLogger")
-"""Loggers whose ``version`` names the run, and with it the folder in which its checkpoints are found."""
+OWN_LOGGER = "ResumableCSVLogger"
+"""Logger whose ``version`` names the run's folder; it is there where the settings name none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,35 +112,24 @@ def read_run(words: Sequence[str], name: str | None) -> Run:
 def default_name(words: Sequence[str]) -> str:
     """Makes a name of the first configuration and the time."""
     stems = [Path(words[at + 1]).stem for at, word in enumerate(words[:-1]) if word == "--config"]
-    stem = re.sub(r"[^A-Za-z0-9.-]+", "-", next(iter(stems), words[0]))
-    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}" if stem[0].isalpha() else f"run-{stem}"
+    return timed_name(next(iter(stems), words[0]))
 
 
 def own_folder(reading: Reading, words: Sequence[str], name: str) -> list[str]:
-    """Returns words by which a run has a folder to itself, so that `--ckpt_path auto` takes no other run's checkpoint.
-
-    Raises:
-        ValueError: If its logger does not let it.
-    """
+    """Returns words by which a run has a folder to itself, where `--ckpt_path auto` finds no other run's checkpoint."""
     given, logger = reading.get("trainer.logger"), reading.classes.get("trainer.logger")
-    first = given[0] if isinstance(given, list) and given else None
-    if given is False:
-        is_chosen = reading.get("trainer.default_root_dir") is not None
-        return [] if is_chosen else ["--trainer.default_root_dir", f"runs/{name}"]
-    is_named = any(VERSION.match(word) for word in words)  # of a logger whose class no setting names, too
-    if is_named or reading.get("trainer.logger.version") is not None or version_in(first) is not None:
-        return []
-    if first is None and (logger is None or logger.name in VERSIONED) and given in (None, True):
-        return ["--trainer.logger.version", name]
-    raise ValueError(
-        "`trainer.logger`: a job that is started again finds its checkpoint in the folder of its first logger, which"
-        f" must be this run's alone. Set the first one's `version`, such as `version: {name}`, or say `--no-requeue`."
-    )
+    is_chosen = given is False and reading.get("trainer.default_root_dir") is not None
+    is_versioned = any(VERSION.match(word) for word in words) or reading.get("trainer.logger.version") is not None
+    is_own = logger is None or logger.name == OWN_LOGGER
+    loggers = given if isinstance(given, list) else []
+    is_named = (is_versioned and is_own) or any(version_in(each) is not None for each in loggers)
+    return [] if reading.get("name") is not None or is_chosen or is_named else ["--name", name]
 
 
 def version_in(logger: Any) -> Any:
-    """The version in the settings of a logger, as a list of loggers has them; None where there is none."""
-    settings = logger.get("init_args") if isinstance(logger, Mapping) else None
+    """The version of the logger whose folder is the run's, as a list of loggers has it; None where there is none."""
+    is_own = isinstance(logger, Mapping) and str(logger.get("class_path")).rpartition(".")[2] == OWN_LOGGER
+    settings = logger.get("init_args") if is_own else None
     return settings.get("version") if isinstance(settings, Mapping) else None
 
 

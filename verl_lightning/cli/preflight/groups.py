@@ -27,7 +27,7 @@ STRATEGIES = {
 ALWAYS = {"preemption": "verl_lightning.modules.preemption.Preemption"}
 """Path of the class by key, for callbacks that every run has."""
 
-PARSERS_OWN = ("config", "help", "print_config", "seed_everything")
+PARSERS_OWN = ("config", "help", "print_config", "name", "seed_everything")
 
 
 def root_options(command: str) -> Mapping[str, OptionType] | None:

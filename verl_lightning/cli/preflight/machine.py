@@ -27,6 +27,7 @@ from verl_lightning.needs import (
     wrong_seed,
 )
 from verl_lightning.rewards.loading import check_exists
+from verl_lightning.run_records import wrong_name
 from verl_lightning.trainer_numbers import LEAST, SHARES, wrong_numbers
 
 LOGGERS = {
@@ -55,6 +56,8 @@ def about_parts(reading: Reading) -> Iterator[str]:
     if isinstance(seed := reading.get("seed_everything"), int):
         yield from told(wrong_seed(seed))
     yield from wrong_numbers({name: reading.get(f"trainer.{name}") for name in (*LEAST, *SHARES, "devices")})
+    if isinstance(name := reading.get("name"), str):
+        yield from told(wrong_name(name))
     if "model" not in reading.mentioned:
         yield "`verl-fit` needs `model`."
     module = reading.own_class("model")

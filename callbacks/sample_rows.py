@@ -1,0 +1,116 @@
+"""The rows of a table of responses: what was asked, said and judged, token by token if asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.judge import RewardResult
+from verl_lightning.types import Rollout
+
+Row = dict[str, Any]
+"""A row as JSON has it. Rows of conversations may have ``turns`` too, which the page shows one by one.
+
+A turn has a ``role`` and a ``text``, and may have ``is_trained`` (False for what others said), a ``reward``, the name
+of a ``tool``, and the ``seconds`` that it took.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """Limits of what rows keep."""
+
+    max_characters: int
+    """Longest prompt or response; more is cut and marked."""
+
+    max_tokens: int
+    """Tokens of a response that are kept one by one; 0 keeps none."""
+
+    def cut(self, text: str) -> str:
+        """A text of at most `max_characters`, with a mark where it was longer."""
+        if len(text) <= self.max_characters:
+            return text
+        return f"{text[: self.max_characters]}... ({len(text) - self.max_characters} more characters)"
+
+
+def make_rows(
+    module: PostTrainingModule,
+    rollout: Rollout,
+    reward_result: RewardResult,
+    rows: Sequence[Mapping[str, Any]] | None,
+    *,
+    step: int,
+    count: int,
+    limits: RowLimits,
+    advantages: Float[Tensor, " batch"] | None = None,
+) -> list[Row]:
+    """Makes the rows of the first responses of a rollout.
+
+    Args:
+        module: Module whose tokenizer made the tokens.
+        rollout: Responses.
+        reward_result: Their rewards.
+        rows: Data rows that ``rollout.prompt_index`` points into; None where they are gone.
+        step: Finished steps of the policy that answered.
+        count: Number of rows.
+        limits: What they keep.
+        advantages: Mean advantage of each response; None in a validation.
+    """
+    rewards, prompts = reward_result.known_rewards, rollout.prompt_index.tolist()
+    is_truncated = rollout.is_truncated.tolist()
+    found = []
+    for index in islice(range(len(rollout)), count):
+        row = None if rows is None else rows[prompts[index]]
+        found.append(
+            {
+                "step": step,
+                "data_source": None if row is None else row["data_source"],
+                "prompt": limits.cut(_prompt(module, rollout, index) if row is None else _said(row)),
+                "response": limits.cut(reward_result.responses[index]),
+                "reward": rewards[index],
+                "ground_truth": None if row is None else (row.get("reward_model") or {}).get("ground_truth"),
+                "reward_parts": _parts(reward_result, index),
+                "is_truncated": is_truncated[index],
+                **({} if advantages is None else {"advantage": float(advantages[index])}),
+                **_tokens(module, rollout, index, limits.max_tokens),
+            }
+        )
+    return found
+
+
+def _parts(reward_result: RewardResult, index: int) -> dict[str, float]:
+    """What the reward function gave a response beside the reward."""
+    values = {name: float(column[index]) for name, column in reward_result.components.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _tokens(module: PostTrainingModule, rollout: Rollout, index: int, max_tokens: int) -> Row:
+    """The tokens of a response: their texts, ids, log-probs under the engine, and whether they are trained on."""
+    if not max_tokens:
+        return {}
+    width = rollout.response_mask.shape[1]
+    length = min(int(rollout.attention_mask[index, -width:].sum()), max_tokens)
+    ids = rollout.response_ids[index, :length].tolist()
+    mask = rollout.response_mask[index, :length].tolist()
+    log_probs = [round(value, 4) for value in rollout.rollout_log_probs[index, :length].tolist()]
+    texts = module.tokenizer.batch_decode([[token] for token in ids])
+    return {"tokens": texts, "token_ids": ids, "log_probs": log_probs} | ({} if all(mask) else {"is_trained": mask})
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The messages of a prompt."""
+    return "\n".join(str(message["content"]) for message in row["prompt"])
+
+
+def _prompt(module: PostTrainingModule, rollout: Rollout, index: int) -> str:
+    """The prompt of a response, from its tokens."""
+    width = rollout.response_mask.shape[1]
+    ids = rollout.input_ids[index, :-width][rollout.attention_mask[index, :-width]]
+    return str(module.tokenizer.decode(ids))
