@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl_lightning.callbacks.json_files import write_whole
 from verl_lightning.callbacks.samples_page import newest_table
-from verl_lightning.run_records import CONFIG_FILE, METRICS_FILE, RunRecord, read_rows
+from verl_lightning.run_records import CONFIG_FILE, METRICS_FILE, RunRecord, moment, read_rows
 
 PAGE_FILE = "report.html"
 """File in a run's folder that shows it in a browser."""
@@ -20,7 +20,7 @@ MOST_POINTS = 300
 MOST_RESPONSES = 6
 """Responses on the page; `samples/index.html` has more."""
 
-HEADLINES = ("val/", "critic/score/mean", "reward/", "train/loss", "loss", "actor/entropy", "actor/ref_kl")
+HEADLINES = ("val/reward", "val/loss", "critic/score/mean", "train/loss", "loss", "val/", "reward/", "actor/entropy")
 """Beginnings of the metrics that stand in the first group, in their order."""
 
 LAST_GROUPS = ("perf", "timing_s", "timing_per_token_ms")
@@ -117,8 +117,9 @@ def _head(record: RunRecord) -> Iterator[str]:
     total = "" if record.max_steps == -1 else f" of {record.max_steps}"
     quality = "" if record.quality is None else f", {escape(record.quality[0])} {record.quality[1]:.4g}"
     yield f'<h1>{escape(record.name)} <span class="state {escape(record.state)}">{escape(record.state)}</span></h1>'
-    yield f"<p>Step {record.step}{total}{quality}. {escape(record.ended_by)}</p>"
-    times = f"Began {record.started[:19]}, this page is of {record.updated[:19]} UTC, on {record.host}."
+    reason = "" if record.ended_by == record.state else f" {escape(record.ended_by)}"
+    yield f"<p>Step {record.step}{total}{quality}.{reason}</p>"
+    times = f"Began {moment(record.started)}, this page is of {moment(record.updated)} (UTC), on {record.host}."
     yield f'<p class="quiet">{escape(times)}</p>'
 
 

@@ -28,6 +28,7 @@ from verl_lightning.compat.jsonargparse import actions_of, type_of
 from verl_lightning.launch.options import LaunchOptions
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.strategies import STRATEGIES
+from verl_lightning.submit.kubernetes import KubernetesOptions
 from verl_lightning.submit.slurm import SlurmOptions
 
 HERE = Path(__file__).parent
@@ -55,6 +56,7 @@ def groups() -> dict[str, list[type]]:
         "trainer.logger": [ResumableCSVLogger],
         "verl-fit ray": [LaunchOptions],
         "verl-fit slurm": [SlurmOptions],
+        "verl-fit kubernetes": [KubernetesOptions],
     }
 
 

@@ -98,6 +98,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def moment(time: str) -> str:
+    """A time of a record as people read it, to the second."""
+    return time[:19].replace("T", " ")
+
+
 def timed_name(stem: str) -> str:
     """Makes a run's name of a configuration's and the time."""
     clean = re.sub(r"[^A-Za-z0-9.-]+", "-", stem).strip("-.")

@@ -90,6 +90,7 @@ def test_checkpoints_are_written_by_the_clock(fit, tmp_path, interval, num_files
     assert len(list(tmp_path.glob("*.ckpt"))) == num_files
 
 
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
 def test_a_run_that_fails_saves_where_it_was(fit, tmp_path):
     class Fail(Callback):
         def on_train_batch_end(self, *args):

@@ -84,9 +84,11 @@ def test_general_questions_are_answered_on_stdout(words, code, capsys):
     assert "verl-fit" in capsys.readouterr().out
 
 
-def test_top_help_imports_neither_torch_nor_lightning():
-    """`verl-fit --help` answers at once."""
-    code = "import sys\nfrom verl_lightning.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+def test_help_without_a_parser_imports_neither_torch_nor_lightning():
+    """`verl-fit --help` and `verl-fit fit --help` answer at once."""
+    code = "import sys\nfrom verl_lightning.cli import main\n"
+    for words in (["--help"], ["fit", "--help"]):
+        code += f"try: main({words})\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

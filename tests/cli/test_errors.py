@@ -22,7 +22,7 @@ FLAGS = [
     ),
     ("--model.target_modules q", "`model.target_modules` is not a setting of `ToyModule`. verl's `target_modules` is"),
     ("--model.judge.baar 3", "`model.judge.baar` is not a setting of `Strict`. Did you mean `model.judge.bar`?"),
-    ("--model.judge.smile 3", "`model.judge.smile` is not a setting of `Strict`. `verl-fit fit --help` lists"),
+    ("--model.judge.smile 3", "`model.judge.smile` is not a setting of `Strict`. `verl-fit fit --help all` lists"),
     ("--rollout.temprature 3", "`rollout.temprature` is not a setting of `ToyRollout`. Did you mean `rollout.temp"),
     ("--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr=x", "`trainer.callbacks.monitr` is not a setting"),
     ("--trainer.callbacks+=EarlyStopping", "`EarlyStopping` needs `trainer.callbacks.monitor`."),

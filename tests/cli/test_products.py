@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from jsonargparse import set_parsing_settings
+from lightning.pytorch import Trainer
 
 from tests.cli.toy import ParsedCLI
 from tests.runs import make_settings, run_folders
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.cli import shipped_configs
+from verl_lightning.cli.help_pages import short_help
 from verl_lightning.cli.lightning_cli import CLI
-from verl_lightning.cli.parser import class_parser
+from verl_lightning.cli.parser import class_parser, keys_within
 from verl_lightning.compat.jsonargparse import actions_of
 from verl_lightning.data import ChatDataModule, PromptDataModule
 from verl_lightning.loggers import read_rows
@@ -81,3 +84,21 @@ def test_mistake_in_our_settings_is_one_sentence(refuse, ppo_config, words, sent
     said = refuse("--config", str(ppo_config), *words.split())
     assert said.startswith(sentence)
     assert len(said.splitlines()) == 1
+
+
+def keys_of_page(page: str) -> set[str]:
+    """Flags on a help page, without slashes, values and what lies in brackets."""
+    return set(re.findall(r"^  --([a-z_.]+)", page, re.MULTILINE))
+
+
+def test_the_short_help_names_options_that_exist():
+    page = short_help("fit")
+    known = {"trainer": Trainer, "model": PPOModule, "data": PromptDataModule, "rollout": HFRollout, **STRATEGIES}
+    options = {group: set(keys_within(kind)) for group, kind in known.items()}
+
+    asked = [key.partition(".")[::2] for key in keys_of_page(page)]
+    assert len(asked) > 30
+    wrong = [(group, key) for group, key in asked if key and key not in options[group]]
+    assert wrong == []
+    top = {*CheckedCLI(["--config", "sft"]).config.fit, "strategy", "print_config"}
+    assert {group for group, key in asked if not key} <= top

@@ -23,7 +23,7 @@ CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 HERE = ("--trainer.accelerator", "cpu")  # some commands are for GPUs
 AFTER_A_RUN = {"last": "auto"}
 """Checkpoints that only an earlier run could have left, and what may stand in their place without one."""
-OTHER_COMMANDS = ("ray", "slurm", "migrate", "doctor")
+OTHER_COMMANDS = ("ray", "slurm", "kubernetes", "migrate", "runs", "doctor")
 
 
 def commands() -> list[tuple[str, str]]:

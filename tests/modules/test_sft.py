@@ -248,14 +248,24 @@ def test_the_learning_rate_schedule_counts_optimizer_steps(tmp_path, tiny_folder
     assert [step["train/lr"] for step in recorder.steps[1::2]] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.55e-3])
 
 
+@pytest.mark.parametrize("name", ["limit_train_batches", "max_steps"])
 @pytest.mark.parametrize("kind", [SFTModule, PPOModule])
-def test_a_run_without_batches_is_refused(tmp_path, tiny_folder, chats, prompt_file, kind):
+def test_a_run_without_batches_is_refused(tmp_path, tiny_folder, chats, prompt_file, kind, name):
     if kind is SFTModule:
         module, data, callbacks = make_sft(tiny_folder), make_chats(chats), []
     else:
         module, data, callbacks = make_ppo(tiny_folder), make_prompts(prompt_file), [make_rollout()]
-    with pytest.raises(MisconfigurationException, match=r"limit_train_batches` is 0, so there is nothing to train on"):
-        make_trainer(tmp_path, *callbacks, limit_train_batches=0).fit(module, datamodule=data)
+    with pytest.raises(MisconfigurationException, match=rf"`trainer\.{name}` is 0, so there is nothing to train on"):
+        make_trainer(tmp_path, *callbacks, **{name: 0}).fit(module, datamodule=data)
+
+
+def test_a_rate_that_is_hardly_meant_is_asked_about(tmp_path, tiny_folder, chats):
+    module = make_sft(tiny_folder, actor=make_model_config(tiny_folder, lr=5.0))
+    with (
+        pytest.warns(UserWarning, match=r"`model\.actor\.optim\.lr` is 5: AdamW would move each weight by about that"),
+        pytest.raises(MisconfigurationException, match="is 0"),
+    ):
+        make_trainer(tmp_path, max_steps=0).fit(module, datamodule=make_chats(chats))
 
 
 @pytest.mark.parametrize("passes", [0, -1])

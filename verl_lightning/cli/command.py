@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -10,50 +11,22 @@ from types import TracebackType
 from typing import NoReturn
 
 from verl_lightning import __version__
-from verl_lightning.cli.arguments import normalize_arguments, shipped_configs
+from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments, shipped_configs
+from verl_lightning.cli.help_pages import HELP, short_help, without_all
 from verl_lightning.faults import cause_for_user, is_of_collective
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.messages import has_another_failed, say_once
 from verl_lightning.processes.signals import EndSoon, listen
 
-HELP = """\
-usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME [--KEY VALUE ...]
-       verl-fit slurm --time T --nodes N [ray ...] --config FILE_OR_NAME [--KEY VALUE ...]
-       verl-fit migrate FILE [KEY=VALUE ...]
-       verl-fit runs [FOLDER]
-       verl-fit doctor [PART ...]
-
-Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
-Lightning. Settings come from one or more YAML files, merged in their order; flags always win over files.
-
-  fit        Train; meant when no subcommand is given.
-  validate   Evaluate on the validation data; `--ckpt_path` picks the weights.
-  test       The same on the test data.
-  ray        Any of these in processes that Ray starts on a cluster; see verl-fit ray --help.
-  slurm      Write a job script for SLURM that runs any of these; see verl-fit slurm --help.
-  migrate    Translate a configuration of verl; see verl-fit migrate --help.
-  runs       List the runs in a folder, how far they are and how they ended.
-  doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
-
-Examples:
-  verl-fit --config grpo                           a configuration that ships with the package
-  verl-fit --config my.yaml --trainer.max_steps 10 --model.actor.optim.lr 2e-6
-  verl-fit --config my.yaml --strategy ddp         short for --trainer.strategy ddp
-  verl-fit --config my.yaml --name first           a run of this name, in runs/first
-  verl-fit --config my.yaml --ckpt_path last       go on with the newest run; auto begins anew where there is none
-  verl-fit --config my.yaml --print_config         show every setting and stop
-
-Shipped configurations: {shipped}
-
-More help:
-  verl-fit fit --help                              every option of the trainer, strategies and callback slots
-  verl-fit fit --model.help PPOModule              what the algorithm can be told; also SFTModule, DPOModule and others
-  verl-fit fit --data.help PromptDataModule        also ChatDataModule, PreferenceDataModule
-  verl-fit fit --rollout.help HFRollout            how responses are sampled
-  verl-fit fit --trainer.callbacks.help EarlyStopping
-  verl-fit --version
-"""
+ANSWERS = {
+    "doctor": ("verl_lightning.cli.doctor", "main"),
+    "kubernetes": ("verl_lightning.submit.command", "submit_to_kubernetes"),
+    "migrate": ("verl_lightning.migrate.command", "main"),
+    "runs": ("verl_lightning.cli.runs", "main"),
+    "slurm": ("verl_lightning.submit.command", "submit_to_slurm"),
+}
+"""Module and function of each subcommand that trains nothing; imported when it is asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -76,22 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         launch(argv[1:])
         raise SystemExit(0)
-    if argv[0] == "migrate":
-        from verl_lightning.migrate.command import main as migrate  # late: only this needs its tables
-
-        answer(migrate, argv[1:])
-    if argv[0] == "slurm":
-        from verl_lightning.submit.command import submit_to_slurm  # late: others do without
-
-        answer(submit_to_slurm, argv[1:])
-    if argv[0] == "runs":
-        from verl_lightning.cli.runs import main as list_runs  # late: others do without
-
-        answer(list_runs, argv[1:])
-    if argv[0] == "doctor":
-        from verl_lightning.cli.doctor import main as examine  # late: it reads torch
-
-        answer(examine, argv[1:])
+    if argv[0] in ANSWERS:
+        module, function = ANSWERS[argv[0]]
+        answer(getattr(importlib.import_module(module), function), argv[1:])
+    if len(argv) == 2 and argv[0] in SUBCOMMANDS and argv[1] in ("-h", "--help"):
+        sys.stdout.write(short_help(argv[0]))
+        raise SystemExit(0)
+    argv = without_all(argv)
     sys.path.append(os.getcwd())
     sys.excepthook = show_error
     try:

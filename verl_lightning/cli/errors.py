@@ -131,7 +131,7 @@ def describe(failure: Failure, known_keys: Iterable[str], known_classes: Iterabl
         failure: Error in one setting.
         known_keys: Dotted keys that exist where the failure is.
         known_classes: Names of classes that a `class_path` may give without their module.
-        command: Command line whose help lists the settings, such as `verl-fit fit --help`.
+        command: Command line whose help lists the settings, such as `verl-fit fit --help all`.
     """
     name = f"`{failure.key}`"
     if "class_path" in failure.unknown_key.split("."):

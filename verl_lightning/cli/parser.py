@@ -108,7 +108,7 @@ class Parser(LightningArgumentParser):
             return "expected settings, such as `trainer: {max_steps: 10}`, got something else."
         failure = read_failure(message)
         known_keys = list(self.known_keys(failure.key, failure.class_path))
-        command = f"{self.prog} --help".replace(" [options]", "")
+        command = f"{self.prog} --help all".replace(" [options]", "")
         groups = {key: base for parser in self.all_parsers() for key, base in parser.class_groups.items()}
         return describe(failure, known_keys, known_class_names(groups.get(failure.key)), command)
 

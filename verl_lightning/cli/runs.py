@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from verl_lightning.run_records import RunRecord, runs_in
+from verl_lightning.run_records import RunRecord, moment, runs_in
 
 DESCRIPTION = """\
 Lists the runs in a folder and the folders below it, the newest last: their state, step, newest reward (or loss), when
@@ -52,7 +52,7 @@ def cells(path: Path, record: RunRecord, folder: Path) -> tuple[str, ...]:
     quality = "" if record.quality is None else f"{record.quality[1]:.4g} ({record.quality[0]})"
     name = str(path.relative_to(folder)) if path != folder else path.absolute().name
     reason = "" if record.ended_by == record.state else record.ended_by
-    return name, record.state, f"{record.step}{total}", quality, record.started[:19].replace("T", " "), reason
+    return name, record.state, f"{record.step}{total}", quality, moment(record.started), reason
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -57,7 +57,7 @@ OWN_FILES = (
 LEFT_OUT: list[LeftOut] = [
     *missing("training and sampling take turns; `rollout.max_staleness: 1` samples one step ahead",
              "async_training.*", "rollout.*"),
-    *missing("an option of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help`",
+    *missing("of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help all`",
              "*.mindspeed.*", "*.actor.engine.*", "*.ref.engine.*", "critic.engine.*", "*.actor.model_engine",
              "engine.?p", "engine.?p_size", "engine.etp", "engine.vpp", "engine.distributed_strategy",
              "engine.impl_cfg.*", "engine.attention_backend_override"),
@@ -84,7 +84,7 @@ LEFT_OUT: list[LeftOut] = [
     *missing("rollouts stay in the training processes", "transfer_queue.enable"),
     *needless("of the queue, which is off", "transfer_queue.*"),
     *needless("the reference is not trained", "*.ref.optim.*"),
-    *missing("an option of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help`", "*.veomni.*",
+    *missing("of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help all`", "*.veomni.*",
              "*.torchtitan.*", "*.automodel.*", off=()),
     *needless("one implementation of workers", "use_legacy_worker_impl", "trainer.use_legacy_worker_impl"),
     *needless("chooses Hydra files of verl's; `trainer.strategy` chooses here", "model_engine", "optim", "model",

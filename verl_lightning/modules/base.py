@@ -29,6 +29,7 @@ from verl_lightning.models.pretrained import read_config, read_generation_config
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.modules.doubtful import ask_about_rates, check_plan
 from verl_lightning.modules.generating import generate
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
 from verl_lightning.modules.lost_updates import WarnOfLostUpdates
@@ -337,11 +338,9 @@ class PostTrainingModule(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and self.trainer.limit_train_batches == 0:
-            raise MisconfigurationException(
-                "`trainer.limit_train_batches` is 0, so there is nothing to train on. Raise it; to evaluate alone, run"
-                " `verl-fit validate`."
-            )
+        if stage == "fit":
+            ask_about_rates(self.roles)
+            check_plan(self.trainer)
         strategy = self.trainer.strategy
         self.__dict__.pop("identities", None)  # of another stage
         self.clock.use(strategy.root_device)

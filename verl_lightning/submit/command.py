@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_lightning.submit import slurm
+from verl_lightning.submit import kubernetes, slurm
 
 
 def submit_to_slurm(argv: Sequence[str]) -> None:
@@ -23,6 +23,20 @@ def submit_to_slurm(argv: Sequence[str]) -> None:
     options, run = slurm.parse(argv)
     text = slurm.write_script(options, run, Path.cwd(), Path(sys.executable).parent)
     put(text, Path(f"{run.name}.sbatch"), "sbatch", is_shown=options.dry_run)
+
+
+def submit_to_kubernetes(argv: Sequence[str]) -> None:
+    """Runs ``verl-fit kubernetes``.
+
+    Args:
+        argv: Words after ``kubernetes``.
+
+    Raises:
+        ValueError: If the job or its run is certain to be refused, or the manifest is there already.
+        FileNotFoundError: If a configuration does not exist.
+    """
+    options, run = kubernetes.parse(argv)
+    put(kubernetes.write_manifest(options, run), Path(f"{run.name}.yaml"), "kubectl apply -f", is_shown=options.dry_run)
 
 
 def put(text: str, path: Path, submit: str, *, is_shown: bool) -> None:

@@ -1,0 +1,99 @@
+"""What Lightning has in stock for a run, and what becomes of it under this package's modules.
+
+`docs/make_nativeness.py` writes the README's table from it. `tests/test_nativeness.py` tries each line, and knows when
+Lightning has something that no line is about.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Stock(NamedTuple):
+    """Something of Lightning's, and what becomes of it."""
+
+    refusal: str = ""
+    """Sentence by which it is refused; empty where it works."""
+
+    test: str = ""
+    """Test that shows that it works, below ``tests``; empty where `tests/test_nativeness.py` does."""
+
+    only_ppo: bool = False
+    """True where `PPOModule` alone refuses it, and it works under `SFTModule` and `DPOModule`."""
+
+
+STOCK = "callbacks/test_stock_callbacks.py"
+LAYERS = "looks for layers in `setup`, before models are built and spread over devices, and would find none."
+
+CALLBACKS = {
+    "BackboneFinetuning": Stock(f"`BackboneFinetuning` {LAYERS}"),
+    "BaseFinetuning": Stock(f"`BaseFinetuning` {LAYERS}"),
+    "BasePredictionWriter": Stock(),
+    "BatchSizeFinder": Stock(
+        "`BatchSizeFinder` tries sizes of one `batch_size`, which PPO does not have.", only_ppo=True
+    ),
+    "DeviceStatsMonitor": Stock(test=f"{STOCK}::test_device_stats_are_logged_each_iteration"),
+    "EMAWeightAveraging": Stock(test=f"{STOCK}::test_an_exponential_average_replaces_the_weights_at_the_end"),
+    "EarlyStopping": Stock(test=f"{STOCK}::test_early_stopping_ends_the_run_when_the_reward_stands_still"),
+    "GradientAccumulationScheduler": Stock(
+        "`GradientAccumulationScheduler` has no effect on PPO, which cuts its batches itself.", only_ppo=True
+    ),
+    "LambdaCallback": Stock(),
+    "LearningRateFinder": Stock(
+        "`LearningRateFinder` sets one `lr` attribute, but each model here has its own `optim.lr`."
+    ),
+    "LearningRateMonitor": Stock(test=f"{STOCK}::test_learning_rates_of_all_models_are_logged_each_iteration"),
+    "ModelCheckpoint": Stock(test=f"{STOCK}::test_checkpoints_are_written_every_n_iterations"),
+    "ModelCheckpoint(train_time_interval)": Stock(test=f"{STOCK}::test_checkpoints_are_written_by_the_clock"),
+    "ModelPruning": Stock(f"`ModelPruning` {LAYERS}"),
+    "ModelSummary": Stock(test=f"{STOCK}::test_the_summary_counts_actor_and_critic"),
+    "OnExceptionCheckpoint": Stock(test=f"{STOCK}::test_a_run_that_fails_saves_where_it_was"),
+    "RichModelSummary": Stock(test=f"{STOCK}::test_the_summary_counts_actor_and_critic"),
+    "RichProgressBar": Stock(test=f"{STOCK}::test_progress_bars_show_iterations_reward_and_speed"),
+    "SpikeDetection": Stock(
+        "`SpikeDetection` watches the loss that `training_step` returns, and PPO returns none.", only_ppo=True
+    ),
+    "StochasticWeightAveraging": Stock(
+        "`StochasticWeightAveraging` copies the module before its model is built, and would average nothing."
+    ),
+    "TQDMProgressBar": Stock(test=f"{STOCK}::test_progress_bars_show_iterations_reward_and_speed"),
+    "ThroughputMonitor": Stock("`ThroughputMonitor` asks the batch for its size and the module for `flops_per_batch`."),
+    "Timer": Stock(test=f"{STOCK}::test_the_timer_stops_the_run_early"),
+    "WeightAveraging": Stock(test="modules/test_weight_averaging.py"),
+}
+"""Callbacks by name, but for those that only others are made of."""
+
+LOGGERS = {
+    "CSVLogger": Stock(test="callbacks/test_loggers.py::test_global_step_is_the_number_of_finished_iterations"),
+    "CometLogger": Stock("`trainer.logger: CometLogger` needs the package `comet_ml`, which is not installed."),
+    "LitLogger": Stock("`trainer.logger: LitLogger` needs the package `litlogger`, which is not installed."),
+    "MLFlowLogger": Stock("`trainer.logger: MLFlowLogger` needs the package `mlflow`, which is not installed."),
+    "TensorBoardLogger": Stock(test="cli/test_runs.py::test_every_logger_gets_the_settings"),
+    "WandbLogger": Stock(test="callbacks/test_loggers.py::test_an_offline_wandb_run_holds_metrics_tables_and_settings"),
+}
+"""Loggers by name; of those whose package the tests lack, only that they ask for it is known."""
+
+PROFILERS = {
+    "AdvancedProfiler": Stock(),
+    "PassThroughProfiler": Stock(),
+    "PyTorchProfiler": Stock(),
+    "SimpleProfiler": Stock(test=f"{STOCK}::test_the_simple_profiler_names_the_phases"),
+    "XLAProfiler": Stock("No XLA devices are trained on."),
+}
+"""Profilers by name."""
+
+PRECISIONS = {
+    "32-true": Stock(),
+    "64-true": Stock(),
+    "bf16-mixed": Stock(),
+    "bf16-true": Stock(),
+    "16-mixed": Stock(),
+    "16-true": Stock(),
+    "transformer-engine": Stock(
+        "`trainer.precision: transformer-engine` needs the package `transformer_engine`, which is not installed."
+    ),
+    "transformer-engine-float16": Stock(
+        "`trainer.precision: transformer-engine` needs the package `transformer_engine`, which is not installed."
+    ),
+}
+"""Values of `trainer.precision`, under `auto` and `ddp`; `fsdp` and `megatron` know 32-true and bf16-mixed."""
