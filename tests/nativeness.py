@@ -44,20 +44,18 @@ CALLBACKS = {
     ),
     "LearningRateMonitor": Stock(test=f"{STOCK}::test_learning_rates_of_all_models_are_logged_each_iteration"),
     "ModelCheckpoint": Stock(test=f"{STOCK}::test_checkpoints_are_written_every_n_iterations"),
-    "ModelCheckpoint(train_time_interval)": Stock(test=f"{STOCK}::test_checkpoints_are_written_by_the_clock"),
+    "ModelCheckpoint(train_time_interval=...)": Stock(test=f"{STOCK}::test_checkpoints_are_written_by_the_clock"),
     "ModelPruning": Stock(f"`ModelPruning` {LAYERS}"),
     "ModelSummary": Stock(test=f"{STOCK}::test_the_summary_counts_actor_and_critic"),
     "OnExceptionCheckpoint": Stock(test=f"{STOCK}::test_a_run_that_fails_saves_where_it_was"),
     "RichModelSummary": Stock(test=f"{STOCK}::test_the_summary_counts_actor_and_critic"),
     "RichProgressBar": Stock(test=f"{STOCK}::test_progress_bars_show_iterations_reward_and_speed"),
-    "SpikeDetection": Stock(
-        "`SpikeDetection` watches the loss that `training_step` returns, and PPO returns none.", only_ppo=True
-    ),
+    "SpikeDetection": Stock(),
     "StochasticWeightAveraging": Stock(
         "`StochasticWeightAveraging` copies the module before its model is built, and would average nothing."
     ),
     "TQDMProgressBar": Stock(test=f"{STOCK}::test_progress_bars_show_iterations_reward_and_speed"),
-    "ThroughputMonitor": Stock("`ThroughputMonitor` asks the batch for its size and the module for `flops_per_batch`."),
+    "ThroughputMonitor": Stock(),
     "Timer": Stock(test=f"{STOCK}::test_the_timer_stops_the_run_early"),
     "WeightAveraging": Stock(test="modules/test_weight_averaging.py"),
 }
@@ -78,22 +76,98 @@ PROFILERS = {
     "PassThroughProfiler": Stock(),
     "PyTorchProfiler": Stock(),
     "SimpleProfiler": Stock(test=f"{STOCK}::test_the_simple_profiler_names_the_phases"),
-    "XLAProfiler": Stock("No XLA devices are trained on."),
 }
 """Profilers by name."""
 
+NO_ENGINE = "`trainer.precision: transformer-engine` needs the package `transformer_engine`, which is not installed."
+
 PRECISIONS = {
-    "32-true": Stock(),
+    "32-true": Stock(test=f"{STOCK}::test_checkpoints_are_written_every_n_iterations"),
     "64-true": Stock(),
     "bf16-mixed": Stock(),
     "bf16-true": Stock(),
     "16-mixed": Stock(),
     "16-true": Stock(),
-    "transformer-engine": Stock(
-        "`trainer.precision: transformer-engine` needs the package `transformer_engine`, which is not installed."
-    ),
-    "transformer-engine-float16": Stock(
-        "`trainer.precision: transformer-engine` needs the package `transformer_engine`, which is not installed."
-    ),
+    "transformer-engine": Stock(NO_ENGINE),
+    "transformer-engine-float16": Stock(NO_ENGINE),
 }
-"""Values of `trainer.precision`, under `auto` and `ddp`; `fsdp` and `megatron` know 32-true and bf16-mixed."""
+"""Values of `trainer.precision` under `auto` and `ddp`; `fsdp` and `megatron` know 32-true and bf16-mixed."""
+
+NOT_OURS = "`trainer.strategy: deepspeed` is Lightning's own, under which `PPOModule` can't train its models in turn."
+
+STRATEGIES = {
+    "auto": Stock(test=f"{STOCK}::test_checkpoints_are_written_every_n_iterations"),
+    "ddp": Stock(test="strategies/test_conformance.py"),
+    "fsdp": Stock(test="strategies/test_fsdp.py"),
+    "single_device": Stock(),
+    "ddp_*": Stock(NOT_OURS),
+    "deepspeed*": Stock(NOT_OURS),
+    "fsdp_cpu_offload": Stock(NOT_OURS),
+    "single_tpu": Stock(NOT_OURS),
+    "single_xla": Stock(NOT_OURS),
+    "xla*": Stock(NOT_OURS),
+}
+"""Names of `trainer.strategy`, where a star stands for any ending; `ddp`, `fsdp` and `megatron` are this package's."""
+
+TRIED = Stock()
+
+FLAGS = {
+    "accelerator": Stock(test="cli/test_errors.py"),
+    "accumulate_grad_batches": Stock(
+        "`trainer.accumulate_grad_batches` (2) does not apply to PPO, which cuts its batches itself.", only_ppo=True
+    ),
+    "barebones": TRIED,
+    "benchmark": TRIED,
+    "callbacks": Stock(test="callbacks/test_stock_callbacks.py"),
+    "check_val_every_n_epoch": Stock(test="modules/test_ppo_validation.py"),
+    "default_root_dir": Stock(test="cli/test_run_folders.py::test_a_run_is_named_by_its_configuration_and_the_time"),
+    "detect_anomaly": TRIED,
+    "deterministic": TRIED,
+    "devices": Stock(test="strategies/test_conformance.py"),
+    "enable_autolog_hparams": TRIED,
+    "enable_checkpointing": Stock(test="cli/test_runs.py"),
+    "enable_model_summary": Stock(test=f"{STOCK}::test_the_summary_counts_actor_and_critic"),
+    "enable_progress_bar": Stock(test=f"{STOCK}::test_progress_bars_show_iterations_reward_and_speed"),
+    "fast_dev_run": Stock(test=f"{STOCK}::test_fast_dev_run_is_one_iteration_and_one_validation"),
+    "gradient_clip_algorithm": Stock(
+        "`trainer.gradient_clip_algorithm` (value) does not reach PPO's models, whose gradients are clipped by their"
+        " global norm.",
+        only_ppo=True,
+    ),
+    "gradient_clip_val": Stock("`trainer.gradient_clip_val` (1.0) does not reach PPO's models.", only_ppo=True),
+    "inference_mode": TRIED,
+    "limit_predict_batches": TRIED,
+    "limit_test_batches": TRIED,
+    "limit_train_batches": TRIED,
+    "limit_val_batches": TRIED,
+    "log_every_n_steps": Stock(test="callbacks/test_loggers.py"),
+    "logger": Stock(test="callbacks/test_loggers.py"),
+    "max_epochs": TRIED,
+    "max_steps": Stock(test="resume/test_exact_resume.py"),
+    "max_time": Stock(test=f"{STOCK}::test_the_timer_stops_the_run_early"),
+    "min_epochs": TRIED,
+    "min_steps": TRIED,
+    "num_nodes": Stock(test="ray/test_launch.py"),
+    "num_sanity_val_steps": Stock(test="callbacks/test_samples_table.py::test_the_sanity_check_writes_no_table"),
+    "overfit_batches": TRIED,
+    "plugins": TRIED,
+    "precision": TRIED,
+    "profiler": TRIED,
+    "reload_dataloaders_every_n_epochs": TRIED,
+    "strategy": Stock(test="strategies/test_conformance.py"),
+    "sync_batchnorm": TRIED,
+    "use_distributed_sampler": TRIED,
+    "val_check_interval": Stock(test="modules/test_iteration_count.py"),
+}
+"""Options of `Trainer` by name."""
+
+NOT_TRIED = {
+    "Callback",
+    "Checkpoint",
+    "ProgressBar",
+    "Logger",
+    "Profiler",
+    "XLAProfiler",
+    "model_registry",
+}
+"""Bases of others, what is for TPUs, on which nothing trains, and what needs an account of Lightning's cloud."""
