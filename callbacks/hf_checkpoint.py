@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from safetensors import SafetensorError
 from typing_extensions import override
 
+from verl_lightning.callbacks.hub import HubRepository
 from verl_lightning.compat.lightning import FolderCheckpoint
 from verl_lightning.faults import RunError
 from verl_lightning.models.classifier import classifier_of
@@ -54,6 +56,9 @@ class HFCheckpoint(FolderCheckpoint):
         merge_adapters: True writes whole models with LoRA's adapters merged in.
         dtype: Stored type of the weights; null leaves them as they are trained.
         max_shard_gib: Largest size of one file of weights, in GiB; as much memory is needed while saving.
+        push_to_hub: Repository on the Hugging Face hub, such as ``me/my-model``, that gets the folder ``last`` when
+            training has ended; it is made before training begins, unless it is there. Null sends nothing.
+        hub_private: Have a new repository be private.
 
     Raises:
         ValueError: If a validation metric is to be looked at between validations, or more folders are to be kept than
@@ -74,6 +79,8 @@ class HFCheckpoint(FolderCheckpoint):
         merge_adapters: bool = False,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         max_shard_gib: float = 5.0,
+        push_to_hub: str | None = None,
+        hub_private: bool = True,
     ) -> None:
         if monitor is not None and monitor.startswith("val/") and every_n_train_steps is not None:
             raise ValueError(
@@ -102,6 +109,7 @@ class HFCheckpoint(FolderCheckpoint):
         self.merge_adapters = merge_adapters
         self.dtype = None if dtype is None else getattr(torch, dtype)
         self.max_shard_bytes = int(max_shard_gib * 2**30)
+        self.hub = None if push_to_hub is None else HubRepository(push_to_hub, private=hub_private)
 
     @property
     @override
@@ -117,10 +125,19 @@ class HFCheckpoint(FolderCheckpoint):
                 " Train a `PPOModule`, an `SFTModule`, a `DPOModule` or a `RewardModule`, or take the callback out."
             )
         is_default = self.dirpath is None
+        self._check_hub(trainer, stage)
         super().setup(trainer, pl_module, stage)
         assert self.dirpath is not None  # Lightning has filled it in
         if is_default:
             self.dirpath = str(Path(self.dirpath).with_name("hf"))
+
+    def _check_hub(self, trainer: Trainer, stage: str) -> None:
+        """Refuse a repository that can't be written to, on all ranks, before models are built. Collective."""
+        if self.hub is None or stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        problem = trainer.strategy.broadcast(self.hub.prepare() if trainer.is_global_zero else None)
+        if problem is not None:
+            raise MisconfigurationException(problem)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,8 +156,19 @@ class HFCheckpoint(FolderCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.write(trainer, self._folder / "last")
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self.write(trainer, self._folder / "last")
+        if self.hub is not None and trainer.is_global_zero:
+            self._push(trainer, self.hub)
+
+    def _push(self, trainer: Trainer, hub: HubRepository) -> None:
+        """Send the folder ``last``; a hub that does not take it must not fail a run that is over."""
+        step = f"Step {trainer.global_step} of {type(trainer.lightning_module).__name__}, by verl-lightning"
+        try:
+            rank_zero_info(f"`{self._folder / 'last'}` is on the hub: {hub.upload(self._folder / 'last', step)}")
+        except RunError as error:
+            rank_zero_warn(str(error))
 
     @override
     def write(self, trainer: Trainer, path: Path) -> None:

@@ -45,6 +45,7 @@ class PhaseProgressBar(TQDMProgressBar):
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave)
         self._is_drawn = False  # whether there is a bar for training
+        self._is_counted = False  # whether the bar knows how many batches are to come
         self._told_step = 0  # the newest step that a plain line has told of
 
     @property
@@ -56,7 +57,18 @@ class PhaseProgressBar(TQDMProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._is_drawn = True
+        self._is_counted = False
         self._told_step = trainer.global_step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._is_counted or self.is_disabled:
+            return
+        self._is_counted = True
+        if trainer.max_epochs == -1 and trainer.max_steps > 0:  # Lightning's total leaves out what an earlier run did
+            to_come = batch_idx + trainer.max_steps - trainer.global_step
+            self.train_progress_bar.total = min(trainer.num_training_batches, to_come)
 
     @override
     def on_train_batch_end(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.callbacks.conftest import EACH_STEP
 from verl_lightning.callbacks import PhaseProgressBar, progress
@@ -52,6 +54,19 @@ def test_the_bar_shows_phases_reward_and_speed(fit, capsys, monkeypatch):
     assert "reward=" in output
     assert "tokens/s=" in output
     assert "v_num" not in output
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_bar_of_a_resumed_run_knows_its_end(fit, tmp_path, monkeypatch):
+    """Of an epoch of 16 batches, two of which are done."""
+    monkeypatch.setattr(progress, "is_live", lambda: True)
+    saves = {"enable_checkpointing": True, "enable_progress_bar": True}
+    fit(ModelCheckpoint(tmp_path, "x", every_n_train_steps=1), PhaseProgressBar(), max_steps=2, **saves)
+    bar = PhaseProgressBar(leave=True)
+
+    fit(bar, ModelCheckpoint(tmp_path, "x"), max_steps=3, ckpt_path=tmp_path / "x.ckpt", **saves)
+
+    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (3, 3)
 
 
 class SavesEarly(Callback):
