@@ -99,6 +99,7 @@ STRATEGIES = {
     "auto": Stock(test=f"{STOCK}::test_checkpoints_are_written_every_n_iterations"),
     "ddp": Stock(test="strategies/test_conformance.py"),
     "fsdp": Stock(test="strategies/test_fsdp.py"),
+    "megatron": Stock(test="strategies/megatron/training_checks.py"),
     "single_device": Stock(),
     "ddp_*": Stock(NOT_OURS),
     "deepspeed*": Stock(NOT_OURS),

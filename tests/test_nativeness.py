@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.nativeness import CALLBACKS, FLAGS, LOGGERS, NOT_OURS, NOT_TRIED, PRECISIONS, PROFILERS, STRATEGIES
 from tests.runs import make_chats, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
+from verl_lightning.cli import normalize_arguments
 from verl_lightning.cli.preflight.check import check_settings
 from verl_lightning.needs import missing_strategy
 
@@ -126,7 +127,7 @@ def test_what_is_refused_is_refused_in_its_sentence(tmp_path, tiny_folder, promp
 )
 def test_what_lacks_its_package_says_so(key, name):
     with pytest.raises(ValueError, match=re.escape(EVERYTHING[name].refusal)):
-        check_settings(["fit", "--model", "mine.Module", f"--trainer.{key}", name])
+        check_settings([*normalize_arguments(["--config", "grpo"]), f"--trainer.{key}", name])
 
 
 def test_strategies_that_are_not_ours_are_refused():

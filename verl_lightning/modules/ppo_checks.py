@@ -165,7 +165,7 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
     if trainer.gradient_clip_algorithm is not None:
         raise MisconfigurationException(
-            f"`trainer.gradient_clip_algorithm` ({trainer.gradient_clip_algorithm}) does not reach PPO's models, whose"
+            f"`trainer.gradient_clip_algorithm` ({trainer.gradient_clip_algorithm.value}) does not reach PPO's models, whose"
             " gradients are clipped by their global norm. Set `model.actor.optim.max_grad_norm`."
         )
     if trainer.accumulate_grad_batches != 1:
