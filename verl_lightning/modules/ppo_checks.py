@@ -165,8 +165,8 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
     if trainer.gradient_clip_algorithm is not None:
         raise MisconfigurationException(
-            f"`trainer.gradient_clip_algorithm` ({trainer.gradient_clip_algorithm.value}) does not reach PPO's models, whose"
-            " gradients are clipped by their global norm. Set `model.actor.optim.max_grad_norm`."
+            f"`trainer.gradient_clip_algorithm` ({trainer.gradient_clip_algorithm.value}) does not reach PPO's models,"
+            " whose gradients are clipped by their global norm. Set `model.actor.optim.max_grad_norm`."
         )
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
