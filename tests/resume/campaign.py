@@ -134,6 +134,6 @@ def at_work_in(folder: Path) -> list[int]:
 
 def files_of(run: Path) -> dict[str, bytes]:
     """What a run's folder holds, leftovers of kills too, but for checkpoints, and files in which times stand."""
-    timed = {"metrics.csv", "config.yaml"}
+    timed = {"metrics.csv", "config.yaml", "report.html", "run.json"}
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file() and path.name not in timed}
     return {name: path.read_bytes() for name, path in files.items() if ".ckpt" not in name}
