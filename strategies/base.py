@@ -27,6 +27,7 @@ from verl_lightning.compat.torch import forget_gradient_scale, set_gradient_scal
 from verl_lightning.metrics import Metric
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
+from verl_lightning.models.router_replay import RouterReplay
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import as_type, merged_weights
@@ -65,6 +66,15 @@ class PostTrainingStrategy:
             trainable: False freezes every weight.
         """
         return build_scorer(config, head, trainable=trainable).to(self.root_device)
+
+    def make_router_replay(self, model: TokenScorer) -> RouterReplay:
+        """Prepare a mixture of experts from `make_model` so that choices of its routers can be replayed.
+
+        Raises:
+            ValueError: If the model has no such routers.
+            MisconfigurationException: If the strategy can't replay them.
+        """
+        return RouterReplay(model.backbone)
 
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""

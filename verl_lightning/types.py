@@ -54,6 +54,9 @@ class TokenBatch:
     rows_per_example: int = 1
     """Rows, one after another, that a loss compares: micro-batches never part them."""
 
+    experts: Int[Tensor, "batch sequence layers chosen"] | None = None
+    """Experts of a mixture that each token goes to again, -1 where its router chooses; None replays nothing."""
+
     @property
     def counts(self) -> Bool[Tensor, " examples"]:
         """True for examples that are learnt from: not those that only fill up a batch."""
@@ -165,6 +168,9 @@ class Scores:
 
     values: Float[Tensor, "batch response"] | None = None
     """Expected return before each response token, in units of reward, float32."""
+
+    experts: Int[Tensor, "batch sequence layers chosen"] | None = None
+    """Experts that each token of the sequences went to, -1 on padding; None if they were not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import transformer_blocks
 from verl_lightning.models.config import ModelConfig
+from verl_lightning.models.router_replay import RouterReplay
 from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
@@ -192,6 +193,16 @@ class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
         if trainable:
             self._trained.append(model)
         return model
+
+    @override
+    def make_router_replay(self, model: TokenScorer) -> RouterReplay:
+        for key, is_set in {"compile": self.compile, "sequence_parallel_size": self.sequence_parallel_size > 1}.items():
+            if is_set:
+                raise MisconfigurationException(
+                    f"`model.update.router_replay` reads each router's choice in each pass, which `fsdp.{key}` does not"
+                    f" allow. Take `fsdp.{key}` or `model.update.router_replay` out."
+                )
+        return super().make_router_replay(model)
 
     @override
     def plan_memory(

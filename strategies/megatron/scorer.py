@@ -62,6 +62,7 @@ class MegatronScorer(TokenScorer):
         self.slicing = slicing
         self.packs = packs
         self.scores_squares = False
+        self.router_replay = None
         self._skeleton = (skeleton,)  # a tuple hides it from state dicts and devices
 
     @property

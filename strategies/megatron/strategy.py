@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from verl_lightning.metrics import Metric, MetricTable
 from verl_lightning.models.config import ModelConfig, OptimConfig
+from verl_lightning.models.router_replay import RouterReplay
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelSize
 from verl_lightning.models.weights import as_type
@@ -275,6 +276,12 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     def named_weights(self, model: TokenScorer, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         weights = exported_weights(cast(MegatronScorer, model), merges_adapters=True)
         return ((name, as_type(weight, dtype)) for name, weight in weights)
+
+    @override
+    def make_router_replay(self, model: TokenScorer) -> RouterReplay:
+        raise MisconfigurationException(
+            "`model.update.router_replay` is not built for `megatron`: take it out, or train with `--strategy fsdp`."
+        )
 
     @override
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:

@@ -77,3 +77,11 @@ def weights_as_stored(backbone: PreTrainedModel, weights: dict[str, Tensor]) -> 
 def asks_for_code(error: ValueError) -> bool:
     """Tell whether transformers needs code of a repository, by its words: it has no type for that."""
     return "trust_remote_code" in str(error)
+
+
+def top_k_routers(backbone: PreTrainedModel) -> list[Any]:
+    """Routers of a mixture of experts in the order of its layers, by the name that transformers gives their classes.
+
+    Each has ``top_k`` and ``weight`` (one row for each expert) and calls ``topk`` on the scores of all experts.
+    """
+    return [module for module in backbone.modules() if type(module).__name__.lower().endswith("topkrouter")]

@@ -139,10 +139,10 @@ def pack(batch: TokenBatch) -> PackedTokens:
     """
     lengths = batch.known_lengths()
     is_real, columns = batch.attention_mask, batch.input_ids.shape[1]
-    index = _true_positions(is_real, sum(row.tokens for row in lengths))
+    index = true_positions(is_real, sum(row.tokens for row in lengths))
     ends = is_real.sum(-1).cumsum(0, dtype=torch.int32)
     rows, width = batch.response_mask.shape
-    scored = _true_positions(batch.response_mask, sum(row.scored for row in lengths))
+    scored = true_positions(batch.response_mask, sum(row.scored for row in lengths))
     target = scored // width, scored % width
     source = target[0] * columns + target[1] + (columns - width)
     rank = is_real.flatten().cumsum(0) - 1  # of each real token in the row
@@ -168,6 +168,6 @@ def _overlap(one: range, other: range) -> int:
     return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
-def _true_positions(mask: Bool[Tensor, "rows columns"], count: int) -> Int[Tensor, " count"]:
+def true_positions(mask: Bool[Tensor, "rows columns"], count: int) -> Int[Tensor, " count"]:
     """Returns the flat positions of the True elements in order; unlike ``nonzero`` it does not wait for the device."""
     return mask.logical_not().flatten().argsort(stable=True)[:count]

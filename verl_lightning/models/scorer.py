@@ -40,8 +40,9 @@ from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import VALUE_HEAD_FILE
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.lora import adapters_off, add_adapters
-from verl_lightning.models.packing import pack
+from verl_lightning.models.packing import pack, true_positions
 from verl_lightning.models.pretrained import AutoClass, make_model, read_config, read_model
+from verl_lightning.models.router_replay import OWN_CHOICE, RouterReplay
 from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.weight_files import check_readable, stored_weight
 from verl_lightning.types import Scores, TokenBatch
@@ -74,6 +75,7 @@ class TokenScorer(nn.Module):
         self.is_compiled = False  # whether log-probs come from fused kernels; the strategy says
         self.sequence_group: dist.ProcessGroup | None = None  # ranks that share each packed row; the strategy says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
+        self.router_replay: RouterReplay | None = None  # set by modules that replay the experts of a mixture
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
         """Score the response tokens, each predicted from the position before it.
@@ -82,7 +84,24 @@ class TokenScorer(nn.Module):
             batch: Batch on the model's device.
             with_entropy: True also returns the entropy of each token's distribution.
         """
-        return self._packed(batch, with_entropy) if self.packs else self._padded(batch, with_entropy)
+        score = self._packed if self.packs else self._padded
+        if self.router_replay is None:
+            return score(batch, with_entropy)
+        tokens = self._read_tokens(batch)
+        self.router_replay.give(None if batch.experts is None else batch.experts.flatten(0, 1)[tokens])
+        if torch.is_grad_enabled() or batch.experts is not None:
+            return score(batch, with_entropy)
+        with self.router_replay.recording() as recorded:
+            scores = score(batch, with_entropy)
+        experts = recorded[0].new_full((batch.input_ids.numel(), *recorded[0].shape[1:]), OWN_CHOICE)
+        experts = experts.index_copy(0, tokens, recorded[0]).view(*batch.input_ids.shape, *recorded[0].shape[1:])
+        return replace(scores, experts=experts.masked_fill(~batch.attention_mask[..., None, None], OWN_CHOICE))
+
+    def _read_tokens(self, batch: TokenBatch) -> Int[Tensor, " tokens"]:
+        """Return the positions of the tokens that the backbone reads, in its order, in the flattened batch."""
+        if not self.packs:
+            return torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+        return true_positions(batch.attention_mask, sum(row.tokens for row in batch.known_lengths()))
 
     def _padded(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         num_positions = batch.response_mask.shape[1] + 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
@@ -39,6 +39,7 @@ class _Scored:
     values: Float[Tensor, "batch response"] | None
     entropy: Float[Tensor, "batch response"] | None
     sum_squared_probs: Float[Tensor, "batch response"] | None
+    experts: Int[Tensor, "batch sequence layers chosen"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,7 @@ class ExperienceMaker:
             values=values,
             entropy=policy.entropy,
             sum_squared_probs=policy.sum_squared_probs,
+            experts=policy.experts,
         )
 
     def _token_rewards(
@@ -170,6 +172,7 @@ class ExperienceMaker:
             ref_log_probs=scored.ref_log_probs,
             values=scored.values,
             returns=outputs.returns,
+            experts=scored.experts,
         )
 
     def _mismatch(self, of_tokens: dict[str, Tensor], corrected: Corrected, mask: Tensor) -> dict[str, Metric]:

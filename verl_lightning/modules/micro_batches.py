@@ -16,7 +16,7 @@ from verl_lightning.modules.token_budget import TokenBudget, example_lengths
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import BatchT, RowLength, Scores, TokenBatch, send, with_lengths
 
-_SEQUENCE_FIELDS = ("input_ids", "attention_mask")
+_SEQUENCE_FIELDS = ("input_ids", "attention_mask", "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,27 @@ class SplitBatch(Generic[BatchT]):
     width: int
     """Response columns of the batch."""
 
+    prompt_width: int
+    """Prompt columns of the batch."""
+
     def join(self, scores: Sequence[Scores]) -> Scores:
         """Scores of the micro-batches as those of the batch, 0 where a micro-batch was cut."""
         joined: dict[str, Tensor | None] = {}
         for field in dataclasses.fields(Scores):
             columns = [getattr(part, field.name) for part in scores]
-            joined[field.name] = None if columns[0] is None else self._rows(join_columns(columns, self.width))
+            if columns[0] is None:
+                joined[field.name] = None
+            elif field.name in _SEQUENCE_FIELDS:
+                joined[field.name] = self._rows(torch.cat(list(map(self._whole, self.parts, columns))))
+            else:
+                joined[field.name] = self._rows(join_columns(columns, self.width))
         return Scores(**joined)
+
+    def _whole(self, part: BatchT, experts: Tensor) -> Tensor:
+        """The experts of a micro-batch in the columns of the batch, -1 where it was cut."""
+        response = part.response_mask.shape[1]
+        left = self.prompt_width - (part.input_ids.shape[1] - response)
+        return F.pad(experts, (0, 0, 0, 0, left, self.width - response), value=-1)
 
     def _rows(self, column: Tensor) -> Tensor:
         return column if self.order is None else torch.empty_like(column).index_copy_(0, self.order, column)
@@ -129,7 +143,8 @@ def _reordered(batch: BatchT, plan: list[list[int]]) -> SplitBatch[BatchT]:
 def _split(batch: BatchT, runs: Iterable[slice], order: Tensor | None) -> SplitBatch[BatchT]:
     (batch,) = with_lengths([batch])
     parts = [_trim(batch.select(run)) for run in runs]
-    return SplitBatch(parts=parts, order=order, width=batch.response_mask.shape[1])
+    width = batch.response_mask.shape[1]
+    return SplitBatch(parts=parts, order=order, width=width, prompt_width=batch.input_ids.shape[1] - width)
 
 
 def _trim(batch: BatchT) -> BatchT:

@@ -214,6 +214,8 @@ class PPOModule(SamplingModule):
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
         self.note_start()
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs
+        if self.update.router_replay is not None:
+            self.actor.router_replay = self.contract.make_router_replay(self.actor)
 
     @property
     @override
@@ -273,6 +275,8 @@ class PPOModule(SamplingModule):
                 rows = batch.rows if self.gathering is None else None
                 callback.on_experience(self, scored, experience, rows)
         self._learner().learn(experience, table)
+        if self.policy.router_replay is not None:
+            table.add(self.policy.router_replay.metrics(experience.experts))
         if self.gathering is not None:
             self.gathering.end_step(self.trainer)
         return self._finish_iteration(table)

@@ -96,6 +96,10 @@ class UpdateConfig(Options, key="model.update"):
     """Source of the log-probs that the ratios compare with: recomputed by the trainer before the first step, or the
     engine's, which saves a pass and leaves the difference between the two to the ratio's clipping."""
 
+    router_replay: Literal["R2"] | None = None
+    """``R2`` sends each token of a mixture of experts, in all updates of an iteration, to the experts that the pass for
+    ``old_log_probs`` chose; null leaves the choice to the router. It keeps its gradient either way."""
+
     def tokens_per_pass(self, longest: int | None) -> int | None:
         """Most tokens of a pass on one rank, for sequences of at most ``longest`` tokens; None if unknown."""
         if self.max_tokens_per_micro_batch is not None:
@@ -106,6 +110,11 @@ class UpdateConfig(Options, key="model.update"):
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`model.update.{name}` must be at least 1, got {value}.")
+        if self.router_replay is not None and self.old_log_probs == "engine":
+            raise ValueError(
+                "`model.update.router_replay: R2` replays the experts of the trainer's pass over the responses, which"
+                " `model.update.old_log_probs: engine` does not make. Take one of the two out."
+            )
         if self.max_tokens_per_micro_batch is None:
             return
         if self.max_tokens_per_micro_batch < 1:
