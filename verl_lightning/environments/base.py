@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,20 @@ class Environment(ABC):
     row and on what it is told, so that a run that is resumed goes on as before.
     """
 
-    tools: Sequence[Callable[..., Any]] = ()
-    """Typed and documented functions that the policy may call, whose schemas the chat template gets."""
+    tools: Sequence[Any] = ()
+    """Typed and documented functions, or names of such, that the policy may call; methods of the environment too.
+
+    The chat template gets their schemas. Functions run in a process of their own, methods where the environment does.
+    """
+
+    tool_timeout: float = 30.0
+    """Seconds that a call of a tool may take; the policy reads that it took longer."""
+
+    tool_calls: Any = "auto"
+    """Format in which the policy writes calls: a name in `FORMATS`, a `ToolCallFormat`, or ``auto``."""
+
+    tool_variables: Sequence[str] | None = None
+    """Names of the environment variables that functions see beside the basic ones; None for all."""
 
     async def reset(self, row: Row) -> str | Sequence[Message]:
         """Begin an episode; return what the policy reads first.
@@ -58,8 +70,16 @@ class Environment(ABC):
         """Answer the policy's turn.
 
         Args:
-            message: Turn of the policy: ``role``, ``content`` without special tokens, and ``tool_calls`` if it has any.
+            message: Turn of the policy: ``role`` and ``content``, without special tokens.
         """
+
+    async def after_tools(self, answers: Sequence[Message]) -> Step:
+        """Answer a turn in which the policy has called tools; `step` is for its other turns.
+
+        Args:
+            answers: Message of each call, with the role ``tool``; the policy reads them unless overridden.
+        """
+        return Step(answers)
 
     async def close(self) -> None:  # noqa: B027
         """Give back what the episode holds; called once for each that has begun, failed or not."""

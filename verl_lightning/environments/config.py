@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_lightning.environments.base import Environment
 from verl_lightning.environments.chat import History
+from verl_lightning.environments.tool_use import ToolEnvironment
 from verl_lightning.faults import closest
 from verl_lightning.options import Options
 from verl_lightning.rewards.loading import find_object
@@ -19,7 +20,9 @@ Make = Callable[[], Environment]
 """Function that makes the environment of one episode."""
 
 Given = str | dict[str, Any] | Callable[..., Any]
-"""Environments as they are given: one or several by name; a place in the code, one with ``arguments``, or a class."""
+"""Environments as they are given: one or several by name; a place in the code, one with ``arguments``, or a class.
+
+A dictionary with a list of ``tools`` is `ToolEnvironment` with these arguments."""
 
 COLUMN = "environment"
 """Column of a row that names its environment, where there are several."""
@@ -74,7 +77,7 @@ class Environments:
 
     def __init__(self, given: Given) -> None:
         self._only: str | None = None
-        if isinstance(given, dict) and "path" not in given:
+        if isinstance(given, dict) and "path" not in given and not isinstance(given.get("tools"), list):
             self.makers = {name: _maker(each, f"rollout.environment.{name}") for name, each in given.items()}
             if not self.makers:
                 raise ValueError("`rollout.environment` names no environment. Give one, or leave it out.")
@@ -102,7 +105,7 @@ class Environments:
 
 def _label(given: Given) -> str:
     """Returns the name of an environment that has been given none."""
-    place = given["path"] if isinstance(given, dict) else given
+    place = given.get("path", "tools") if isinstance(given, dict) else given
     if isinstance(place, str):
         return place.rpartition(":")[2].rpartition(".")[2]
     return str(getattr(place, "__name__", type(place).__name__))
@@ -111,6 +114,8 @@ def _label(given: Given) -> str:
 def _maker(given: Any, key: str) -> Make:
     """Returns the function that makes an environment, once it has made one."""
     arguments: dict[str, Any] = {}
+    if isinstance(given, dict) and "tools" in given:
+        given = {"path": ToolEnvironment, "arguments": given}
     if isinstance(given, dict):
         if unknown := given.keys() - {"path", "arguments"}:
             raise ValueError(f"`{key}` has `path` and `arguments`, not `{min(unknown)}`.")

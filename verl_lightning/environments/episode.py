@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_lightning.environments.base import Environment, Message, Row, Step, as_messages
 from verl_lightning.environments.config import EpisodesConfig, Make
 from verl_lightning.environments.own_thread import LateError, OwnThread, Threads
+from verl_lightning.environments.tool_calls import MalformedCall, ToolCall
+from verl_lightning.environments.tool_use import ToolCalls, ToolUse
 from verl_lightning.environments.trajectory import Trajectory
 from verl_lightning.rollout.base import Completion, Request
 
@@ -110,8 +112,12 @@ class Player:
     seconds: list[float] = field(default_factory=list)
     """Seconds that each call of the environment took."""
 
+    tool_use: ToolUse | None = None
+    """Use of tools in environments of this kind; None where there are none."""
+
     environment: Environment | None = None
     talk: Talk | None = None
+    tool_calls: ToolCalls | None = None
 
     async def play(self, row: Row, request: Request) -> None:
         """Walk through the episode.
@@ -156,6 +162,8 @@ class Player:
             return environment, await environment.reset(row)
 
         environment, first = await self._call("reset", begin)
+        if self.tool_use is not None:
+            self.tool_calls = ToolCalls(self.tool_use.toolbox(environment))
         self.talk = talk = self._rendered(lambda: self.start_talk(environment))
         self.trajectory.prompt_ids = self._rendered(lambda: talk.begin(as_messages(first)))
         length, limit = len(self.trajectory.prompt_ids), self.max_prompt_length
@@ -168,16 +176,27 @@ class Player:
 
     async def _step(self, talk: Talk, completion: Completion) -> Step:
         """Have the environment answer the policy's turn."""
-        ended = self.policy.last(completion.token_ids) is not None
-        message = self.policy.message(completion.token_ids[:-1] if ended else completion.token_ids)
-        talk.add_turn(message)
-        environment = self.environment
+        environment, tool_calls = self.environment, self.tool_calls
         assert environment is not None
-        step = await self._call("step", lambda: environment.step(message))
+        message, calls = self._turn(completion)
+        talk.add_turn(message)
+        if tool_calls is not None and calls:
+            step = await self._call("tools", lambda: tool_calls.step(environment, message, calls))
+        else:
+            step = await self._call("step", lambda: environment.step(message))
         if not isinstance(step, Step) or not math.isfinite(step.reward):
             raise EpisodeError(f"{self.name}: `step` must return a `Step` with a finite reward, got {step!r:.80}.")
         self.trajectory.add_reward(step.reward, step.metrics)
         return step
+
+    def _turn(self, completion: Completion) -> tuple[Message, Sequence[ToolCall | MalformedCall]]:
+        """Return what the policy said, and the calls of tools in it; a turn that was cut off calls none."""
+        end = self.policy.last(completion.token_ids)
+        ids = completion.token_ids if end is None else completion.token_ids[:-1]
+        if self.tool_use is None or self.tool_calls is None or completion.is_truncated:
+            return self.policy.message(ids), ()
+        reply = self.tool_use.reply(ids, self.tool_calls.schemas)
+        return reply.to_message(self.tool_calls.names(reply.calls)), reply.calls
 
     def _reply(self, talk: Talk, step: Step, completion: Completion) -> list[int]:
         """Return the tokens of the environment's answer."""

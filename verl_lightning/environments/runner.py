@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import get_json_schema
 
 from verl_lightning.environments.base import Environment
 from verl_lightning.environments.chat import Chat
@@ -17,6 +16,7 @@ from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.episode import EpisodeError, Generate, Player, Policy
 from verl_lightning.environments.own_thread import Threads
 from verl_lightning.environments.replies import PlainText, Replies
+from verl_lightning.environments.tool_use import ToolUse
 from verl_lightning.environments.trajectory import Trajectory
 from verl_lightning.faults import RunError
 from verl_lightning.rollout.base import Completion, Request
@@ -78,6 +78,7 @@ class EpisodeRunner:
 
     def __post_init__(self) -> None:
         self._threads = Threads()
+        self._tool_uses: dict[str, ToolUse] = {}
 
     def check(self) -> None:
         """Make one environment of each kind, and look for faults that no episode can do without.
@@ -95,14 +96,28 @@ class EpisodeRunner:
                     f"`rollout.environment`: `{kind}` must be a class of environments, or a function that makes one,"
                     f" but calling it made {environment!r:.80}."
                 )
+            self._check_tools(kind, environment)
             role: Literal["user", "tool"] = "tool" if environment.tools else "user"
-            complaint = self._chat(environment, {}, f"`{kind}`").history_complaint(role)
+            complaint = self._chat(environment, {}, f"`{kind}`", kind).history_complaint(role)
             if complaint is not None and self.config.history == "refuse":
                 raise ValueError(
                     f"The chat template writes earlier turns anew: {complaint}. Episodes of `{kind}` would have other"
                     " tokens than those that the policy said. Set `rollout.episodes.history: keep` to have it read what"
                     " it said, or use another template: `chat_template.jinja` in the model's folder."
                 )
+
+    def _check_tools(self, kind: str, environment: Environment) -> None:
+        """Find out how the policy uses an environment's tools, if it has any."""
+        key, limit = f"rollout.environment: {kind}", self.config.timeout
+        if not environment.tools:
+            return
+        if not 0 < environment.tool_timeout < limit:
+            raise ValueError(
+                f"`{key}`: a tool may take {environment.tool_timeout:g} s, which must be positive and less than"
+                f" `rollout.episodes.timeout` ({limit:g} s): else an episode is lost where the policy would read that"
+                " its tool was late."
+            )
+        self._tool_uses[kind] = ToolUse(environment, self.tokenizer, key)
 
     async def run(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
         """Play an episode for each request.
@@ -126,8 +141,10 @@ class EpisodeRunner:
         return completions
 
     def stop(self) -> None:
-        """End the threads of environments."""
+        """End the threads of environments and the processes of tools."""
         self._threads.stop()
+        for tool_use in self._tool_uses.values():
+            tool_use.stop()
 
     async def _play(self, policy: Policy, request: EpisodeRequest) -> Completion:
         player, error = self._player(policy, request), None
@@ -150,23 +167,24 @@ class EpisodeRunner:
             name=f"`{kind}` ({request.name})",
             kind=kind,
             make=make,
-            start_talk=lambda environment: self._talk(environment, request),
+            start_talk=lambda environment: self._talk(environment, request, kind),
             policy=policy,
             threads=self._threads,
             config=self.config,
             max_prompt_length=self.max_prompt_length,
             trajectory=Trajectory(prompt_ids=request.prompt_ids),
+            tool_use=self._tool_uses.get(kind),
         )
 
-    def _talk(self, environment: Environment, request: EpisodeRequest) -> Chat | PlainText:
+    def _talk(self, environment: Environment, request: EpisodeRequest, kind: str) -> Chat | PlainText:
         if isinstance(environment, Replies):
             return PlainText(self.tokenizer, request.prompt_ids)
-        return self._chat(environment, request.row, request.name)
+        return self._chat(environment, request.row, request.name, kind)
 
-    def _chat(self, environment: Environment, row: Mapping[str, Any], name: str) -> Chat:
+    def _chat(self, environment: Environment, row: Mapping[str, Any], name: str, kind: str) -> Chat:
         values = dict(row)
-        if environment.tools:
-            values["tools"] = [get_json_schema(tool) for tool in environment.tools]
+        if (tool_use := self._tool_uses.get(kind)) is not None:
+            values["tools"] = tool_use.toolbox(environment).schemas
         return Chat(
             self.tokenizer, values, name=name, enable_thinking=self.enable_thinking, history=self.config.history
         )

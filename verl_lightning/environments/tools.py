@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 import time
@@ -18,7 +19,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from verl_lightning.data.messages import Message
-from verl_lightning.environments.tool_calls import MalformedCall, ToolCall
+from verl_lightning.environments.tool_calls import MalformedCall, Reply, ToolCall
 from verl_lightning.environments.workers import Answer, Workers
 from verl_lightning.faults import closest
 from verl_lightning.needs import missing_package
@@ -26,6 +27,9 @@ from verl_lightning.rewards.loading import find_object
 
 TIMEOUT = 30.0
 """Seconds that a call of a tool may take unless more are set."""
+
+ToolLike = str | Callable[..., Any]
+"""A function or method, or the name of a function; where they mix with others, a `Tool` too."""
 
 _WAYS_OUT = "Give an import path such as `package.module.function`, or a file such as `path/to/file.py:function`."
 _INSTALL = "Install it: `pip install 'verl-lightning[agents]'`."
@@ -56,6 +60,9 @@ class Tool(ABC):
             arguments: Arguments by name, which fit the schema.
         """
 
+    def stop(self) -> None:  # noqa: B027
+        """Give back what the tool holds; a later call takes it again."""
+
 
 class FunctionTool(Tool):
     """A function that runs in a process of its own.
@@ -76,6 +83,10 @@ class FunctionTool(Tool):
     async def call(self, arguments: dict[str, Any]) -> Answer:
         """Call the function in its process."""
         return await self._workers.call(self._number, keywords=arguments, timeout=self._timeout)
+
+    def stop(self) -> None:
+        """End the process."""
+        self._workers.stop()
 
 
 class MethodTool(Tool):
@@ -123,7 +134,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def function_tools(
-    functions: Sequence[str | Callable[..., Any]],
+    functions: Sequence[ToolLike],
     *,
     timeout: float = TIMEOUT,
     variables: Collection[str] | None = None,
@@ -209,12 +220,9 @@ class Toolbox:
         if (tool := self.by_name.get(call.name)) is None:
             close = closest(call.name, self.by_name)
             return Answer(error=f"There is no tool {call.name!r}.{close} The tools are {', '.join(self.by_name)}.")
-        arguments = call.arguments
-        if call.has_text_values:
-            arguments = read_values(arguments, tool.parameters)
-        if (complaint := wrong_arguments(arguments, tool.parameters)) is not None:
+        if (complaint := wrong_arguments(call.arguments, tool.parameters)) is not None:
             return Answer(error=f"{call.name}: {complaint}")
-        return await tool.call(arguments)
+        return await tool.call(call.arguments)
 
     def _text(self, answer: Answer) -> str:
         if answer.is_timeout:
@@ -258,10 +266,24 @@ def with_nullable(schema: Any) -> Any:
     return changed
 
 
-def read_values(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that were written as bare text as what their schema says; those that can't be stay text."""
-    properties = schema.get("properties", {})
-    return {name: _read_value(text, properties.get(name, {})) for name, text in arguments.items()}
+def with_types(reply: Reply, schemas: Sequence[dict[str, Any]]) -> Reply:
+    """Return a reply whose calls have the values that their tools' schemas say, where the format writes bare text.
+
+    Args:
+        reply: Reply of the policy.
+        schemas: Schemas of the tools. What does not fit them stays text.
+    """
+    functions = [schema.get("function", schema) for schema in schemas]
+    parameters = {function["name"]: function.get("parameters") or {} for function in functions}
+    return dataclasses.replace(reply, calls=tuple(_typed(call, parameters) for call in reply.calls))
+
+
+def _typed(call: ToolCall | MalformedCall, parameters: Mapping[str, dict[str, Any]]) -> ToolCall | MalformedCall:
+    if isinstance(call, MalformedCall) or not call.has_text_values:
+        return call
+    properties = parameters.get(call.name, {}).get("properties", {})
+    values = {name: _read_value(text, properties.get(name, {})) for name, text in call.arguments.items()}
+    return ToolCall(name=call.name, arguments=values, call_id=call.call_id)
 
 
 def _read_value(text: Any, schema: Mapping[str, Any]) -> Any:
