@@ -154,7 +154,7 @@ def report(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "run": name,
         "response_tokens_per_s": round(lengths * arguments.prompts * arguments.samples / seconds, 1),
         "phases_s": phases,
-        "staleness": float(rows[-1].get("rollout/staleness") or 0),
+        "staleness": float(rows[-1].get("rollout/staleness/mean") or 0),
         "log_prob_gap": float(rows[-1]["rollout_corr/abs_log_prob_gap"]),
     }
 

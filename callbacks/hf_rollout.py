@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
@@ -32,12 +33,14 @@ class HFRollout(RolloutCallback):
             rows have in their column ``environment``. Null samples single responses.
         episodes: Limits of the episodes in environments.
         turns: Sample conversations with replies of plain text; ``environment`` can do more.
-        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
-            or 1: each batch is then sampled while the policy learns from the one before.
+        max_staleness: Most optimizer steps by which a token may be older than the policy that learns from it. Batches
+            are sampled so many steps ahead, while the policy learns; see `docs/async.md`.
         placement: Where engines run: `Beside` the trainer in processes of their own, or in `RayActors`; null is in the
             training processes.
         canary_limit: Largest gap of the canary, in nats per token; see `VLLMRollout`. Null follows the type, and has no
             canary in the training process, where weights are copied name by name.
+        in_flight: Treatment of responses that are on their way when new weights come: ``finish`` waits for them;
+            ``continue`` has them go on with the new weights and what they have read; ``abort`` has them read it anew.
         num_samples: Short for ``sampling.num_samples``.
         max_new_tokens: Short for ``max_new_tokens`` of both samplings.
         temperature: Short for ``sampling.temperature``.
@@ -60,6 +63,7 @@ class HFRollout(RolloutCallback):
         max_staleness: int = 0,
         placement: Placement | None = None,
         canary_limit: float | None = None,
+        in_flight: InFlight = "finish",
         *,
         num_samples: int | None = None,
         max_new_tokens: int | None = None,
@@ -69,7 +73,9 @@ class HFRollout(RolloutCallback):
             "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
         val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
-        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes)
+        super().__init__(
+            sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes, in_flight
+        )
         if placement is None and canary_limit is None:
             self._canary = None  # weights are copied in this process, and each name is looked for
         for name, each in {"sampling": sampling, "val_sampling": val_sampling}.items():

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.placement import RayActors
 from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Engine
@@ -28,8 +29,9 @@ class RayRollout(RolloutCallback):
         num_replicas: Engines of the whole run.
         gpus_per_replica: GPUs of each engine, 0 or 1.
         cpus_per_replica: CPUs that each reserves.
-        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
-            or 1: each batch is then sampled while the policy learns from the one before.
+        max_staleness: Most optimizer steps by which a token may be older than the policy that learns from it. Batches
+            are sampled so many steps ahead, while the policy learns; see `docs/async.md`.
+        in_flight: Treatment of responses that are on their way when new weights come; see `HFRollout`.
 
     Raises:
         ValueError: If a number is out of its range, or an option of the other rollout doesn't apply to replicas.
@@ -43,6 +45,7 @@ class RayRollout(RolloutCallback):
         gpus_per_replica: int = 0,
         cpus_per_replica: float = 1.0,
         max_staleness: int = 0,
+        in_flight: InFlight = "finish",
     ) -> None:
         if rollout.placement is not None:
             raise ValueError(
@@ -66,6 +69,7 @@ class RayRollout(RolloutCallback):
             placement,
             environment=rollout.environment,
             episodes=rollout.episodes,
+            in_flight=in_flight,
         )
         self.rollout = rollout
         self._actors = rollout.placement = placement

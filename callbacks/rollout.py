@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,11 +20,14 @@ from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.replacements import Replacements
 from verl_lightning.callbacks.rollout_queue import (
     CHECKPOINT_KEY,
+    InFlight,
+    RolloutQueue,
     Ticket,
+    check_order,
     check_staleness,
     join_parts,
     own_part,
-    restored,
+    own_prompts,
 )
 from verl_lightning.environments.config import Environments, EpisodesConfig, Given
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner, episode_requests
@@ -50,10 +53,10 @@ class RolloutCallback(Callback):
     The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
     validation, so that every response comes from the newest policy.
 
-    With ``max_staleness: 1`` each batch is sampled while the policy learns from the one before. Responses then come
-    from the policy of one step ago; their age is logged as ``rollout/staleness``. The first batch is sampled twice, for
-    the first two steps. A checkpoint holds the responses that wait for their step, since the weights that they were
-    sampled with are gone; a resumed run equals the uninterrupted one.
+    With ``max_staleness: k`` batches are sampled while the policy learns from those before: the batch of a step is
+    asked for ``k`` steps earlier, so no token comes from weights that are more than ``k`` optimizer steps old. Batches
+    keep their order, and each prompt is learnt from once. A checkpoint holds the finished responses that wait for their
+    step, since the weights that they were sampled with are gone; a resumed run asks for the others anew.
 
     Ranks that share a model's work (tensor, pipeline, context or sequence parallelism) see the same prompts: each
     samples a part of the responses, and all learn from the whole.
@@ -63,15 +66,15 @@ class RolloutCallback(Callback):
         val_sampling: Settings by which validation and test responses are sampled.
         turns: Sample conversations with replies of plain text; `environment` can do more. Null samples single
             responses.
-        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
-            or 1.
+        max_staleness: Most optimizer steps by which a token may be older than the policy that learns from it.
         placement: Where engines run, such as `Beside` or `RayActors`; null is in the training processes.
         canary_limit: Largest gap of the canary, in nats per token; null follows the type in which both compute.
         environment: World in which the policy acts turn by turn; see `Environments`. Null samples single responses.
         episodes: Limits of the episodes in environments.
+        in_flight: Treatment of responses on their way when new weights come; see `HFRollout`.
 
     Raises:
-        ValueError: If ``max_staleness`` is neither, conversations are to be sampled ahead, or an environment is none.
+        ValueError: If an option is out of its range, or an environment is none.
         MisconfigurationException: In ``setup``, if the module does not learn from responses, or nothing corrects for
             their age.
     """
@@ -86,15 +89,16 @@ class RolloutCallback(Callback):
         canary_limit: float | None = None,
         environment: Given | None = None,
         episodes: EpisodesConfig = EpisodesConfig(),
+        in_flight: InFlight = "finish",
     ) -> None:
-        if max_staleness not in (0, 1):
-            raise ValueError(f"`rollout.max_staleness` must be 0 or 1, got {max_staleness}.")
         if turns is not None and environment is not None:
             raise ValueError("`rollout.turns` and `rollout.environment` both name an environment. Leave out `turns`.")
-        if max_staleness and (turns is not None or environment is not None):
-            given = "environment" if turns is None else "turns"
+        if max_staleness < 0:
+            raise ValueError(f"`rollout.max_staleness` must not be negative, got {max_staleness}.")
+        if in_flight != "finish" and not max_staleness:
             raise ValueError(
-                f"`rollout.max_staleness: 1` samples single responses. Set it to 0, or take `rollout.{given}` out."
+                f"`rollout.in_flight: {in_flight}` is for responses that are on their way when weights change, but with"
+                " `rollout.max_staleness: 0` none is. Allow some age, or leave it out."
             )
         self.environment = environment
         self.episodes = episodes
@@ -106,6 +110,7 @@ class RolloutCallback(Callback):
         if canary_limit is not None and canary_limit <= 0:
             raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
         self.max_staleness = max_staleness
+        self.in_flight = in_flight
         self.placement = placement
         self._canary: Canary | None = Canary(canary_limit)
         self._replacements: Replacements | None = None
@@ -113,8 +118,8 @@ class RolloutCallback(Callback):
         self._has_started = False
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
         self._weights_version = 0
-        self._ahead: Ticket | None = None  # the batch of the next step
-        self._saved: list[dict[str, Any]] = []  # of each rank, until training starts
+        self._queue: RolloutQueue | None = None  # where batches are sampled ahead
+        self._saved: dict[str, Any] = {}  # what a checkpoint holds of it, until training starts
 
     takes_adapters = False
     """True if the engine takes adapters beside its weights; see `sync_weights`."""
@@ -137,8 +142,13 @@ class RolloutCallback(Callback):
                 " whole weights only, as all Ray actors do. Set it to true, or sample with `VLLMRollout`."
             )
         if self.max_staleness and stage == "fit":
-            check_staleness(pl_module)
-        self._weights_step, self._ahead = -1, None
+            check_staleness(pl_module, self.max_staleness)
+        if self.in_flight != "finish" and sends_adapters(pl_module):
+            raise MisconfigurationException(
+                f"`rollout.in_flight: {self.in_flight}` changes weights under way, which adapters alone"
+                " (`lora.merge_for_rollout: false`) can't. Set it to `finish`, or send whole weights."
+            )
+        self._weights_step = -1
         if self._canary is not None:
             self._canary.forget()
         self._engine, self._has_started = self._place(pl_module), False
@@ -173,7 +183,7 @@ class RolloutCallback(Callback):
             self._replacements = Replacements(
                 placement.max_restarts,
                 replace=lambda module: placed.start(module.device),
-                sync_weights=self.sync_weights,
+                sync_weights=self._send_weights,
             )
         return placed
 
@@ -183,57 +193,69 @@ class RolloutCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.max_staleness and self._saved:
-            module = cast(SamplingModule, pl_module)
-            self._ahead = restored(self._saved, lambda b: self._requests(module, b, self.sampling, "train"), module)
-        self._saved = []
+        if self.max_staleness:
+            check_order(trainer, self.max_staleness)
+            self._queue = RolloutQueue(self.max_staleness, self._ask)
+            if self._saved:
+                self._queue.restore(self._saved, trainer)
+                self._weights_version = max(self._weights_version, *self._queue.steps)
+        self._saved = {}
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        module, asked, ahead = cast(SamplingModule, pl_module), dataclasses.replace(batch), self._ahead
-        if ahead is None:
-            batch.rollout = self._sample(module, batch, self.sampling, "train")
+        module = cast(SamplingModule, pl_module)
+        if self._queue is not None:
+            batch.rollout = self._take(module, batch, self._queue)
         else:
-            self._take_over(module, batch, ahead)
-        age = 0 if ahead is None else trainer.global_step - ahead.weights_step
+            batch.rollout = self._sample(module, batch, self.sampling, "train")
         if module.needs_greedy_rollout:
             greedy = dataclasses.replace(self.sampling, num_samples=1, temperature=0.0)
             batch.greedy_rollout = self._sample(module, batch, greedy, "greedy")
         if self._canary is not None:
             module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
-        if self.max_staleness:
-            module.log("rollout/staleness", float(age), batch_size=1)
-            # At first the same prompts once more, with other noise.
-            requests = self._requests(module, asked, self.sampling, "ahead" if ahead is None else "train")
-            sample = functools.partial(self._complete, module, own_part(requests, self.sampling, module.contract))
-            self._ahead = Ticket(asked, requests, trainer.global_step, sample)
 
-    def _take_over(self, module: PostTrainingModule, batch: PromptBatch, ahead: Ticket) -> None:
-        """Put the batch that was sampled meanwhile in this one's place, and send the newest weights. Collective."""
+    def _take(self, module: PostTrainingModule, batch: PromptBatch, queue: RolloutQueue) -> Rollout:
+        """Return the responses to a batch that were asked for some steps ago, and ask for later ones. Collective."""
         with module.phase("gen"):
-            rollout = self._take(module, ahead)
+            if self.in_flight == "finish":
+                self._attempt(module, queue.settle)
         self._sync(module, batch)
-        batch.take_over(dataclasses.replace(ahead.batch, rollout=rollout))
+        with module.phase("gen"):
+            if not queue.tickets:  # the first batch is sampled by itself, as it is without a queue
+                self._look_ahead(module, queue, 1)
+                self._attempt(module, queue.settle)
+            self._look_ahead(module, queue, 1 + self.max_staleness)
+            self._attempt(module, lambda: queue.settle([queue.tickets[0]]))
+            ticket = queue.tickets.popleft()
+            if self._runner is not None:
+                self._runner.check_errors(ticket.completions)
+            completions = join_parts(ticket.completions, module.contract)
+            for name, value in queue.check_age(module, completions).items():
+                module.log(name, value, batch_size=1)
+            return self._rollout(module, ticket.requests, completions, self.sampling)
 
-    def _take(self, module: PostTrainingModule, ahead: Ticket) -> Rollout:
-        """Wait for the responses of all ranks with this rank's data, and return them. Collective."""
-        if ahead.completions is None:
-            part = self._attempt(module, lambda: ahead.result(module.trainer.global_step))
-            ahead.completions = join_parts(part, module.contract)
-        return self._rollout(module, ahead.requests, ahead.completions, self.sampling)
+    def _look_ahead(self, module: PostTrainingModule, queue: RolloutQueue, limit: int) -> None:
+        """Ask for the next batches until so many are under way."""
+        for ahead, epoch, batch in islice(queue.coming(module.trainer), limit - len(queue.tickets)):
+            requests = self._requests(module, batch, self.sampling, "train", ahead)
+            own = own_prompts(len(batch), module.contract)
+            ticket = Ticket(epoch, batch.row_index.tolist(), requests, own)
+            queue.add(ticket, module.trainer.global_step + ahead)
+        queue.ask()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._ahead is not None:
-            assert isinstance(pl_module, PostTrainingModule)  # checked in `setup`
-            self._take(pl_module, self._ahead)
-            checkpoint[CHECKPOINT_KEY] = pl_module.contract.gather_over_data_parallel(self._ahead.state_dict())
+        if self._queue is not None:
+            module = cast(SamplingModule, pl_module)
+            if self.in_flight == "finish":
+                self._attempt(module, self._queue.settle)
+            checkpoint[CHECKPOINT_KEY] = self._queue.state_dict(module)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._saved = checkpoint.get(CHECKPOINT_KEY, [])
+        self._saved = checkpoint.get(CHECKPOINT_KEY, {})
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -255,20 +277,7 @@ class RolloutCallback(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._make_ready(trainer)
 
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._make_ready(trainer)
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "predict")
+    on_predict_start = on_test_start
 
     @override
     def on_validation_batch_start(
@@ -279,18 +288,11 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "validate")
+        stage = trainer.state.stage
+        purpose = "validate" if trainer.sanity_checking or stage is None else stage.value
+        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, purpose)
 
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, "test")
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -298,11 +300,11 @@ class RolloutCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._ahead is not None:
+        if self._queue is not None:
             if self.placement is not None:
                 self.placement.abandon(self._engine)
-            self._ahead.settle()
-            self._ahead = None
+            self._queue.stop()
+            self._queue = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
@@ -329,12 +331,27 @@ class RolloutCallback(Callback):
     def sync_weights(self, module: PostTrainingModule) -> None:
         """Send the engine the policy as it is now, adapters merged in. Collective."""
         assert self._engine is not None
-        with self._alone(module):
-            self._engine.load_weights(self._weights(module), self._weights_version)
+        self._engine.load_weights(self._weights(module), self._weights_version)
 
-    def _alone(self, module: PostTrainingModule) -> AbstractContextManager[None]:
-        """Return a context in which no other process asks the same engines. Collective."""
-        return nullcontext() if self.placement is None else self.placement.alone(module.trainer)
+    def _send_weights(self, module: PostTrainingModule) -> None:
+        """Send the engine a new version of the weights, under responses that are on their way too. Collective."""
+        self._weights_version += 1
+        if self._queue is not None:
+            self._queue.begin_version(self._weights_version, module.trainer.global_step)
+        with self._alone(module):
+            self.sync_weights(module)
+            if self.in_flight == "abort":
+                assert self._engine is not None
+                self._engine.drop_caches()
+
+    @contextmanager
+    def _alone(self, module: PostTrainingModule) -> Iterator[None]:
+        """Have the engine to oneself: nothing is asked or sampled meanwhile, by no other process either. Collective."""
+        with (
+            nullcontext() if self._queue is None else self._queue.background.paused(),
+            nullcontext() if self.placement is None else self.placement.alone(module.trainer),
+        ):
+            yield
 
     def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
         """Yield the weights that the engine is sent. Collective."""
@@ -348,14 +365,11 @@ class RolloutCallback(Callback):
         self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
     ) -> Rollout:
         """Sample responses to a batch from the newest policy. Collective."""
-        if self._ahead is not None:
-            self._ahead.settle()
+        if self._queue is not None:
+            self._attempt(module, self._queue.settle)
         self._sync(module, batch)
         with module.phase("gen"):
-            requests: Sequence[Request] = self._requests(module, batch, sampling, purpose)
-            if self._runner is not None:
-                requests = episode_requests(requests, batch.rows, num_samples=sampling.num_samples)
-            return self._answer(module, requests, sampling)
+            return self._answer(module, self._requests(module, batch, sampling, purpose), sampling)
 
     def _answer(
         self,
@@ -379,24 +393,28 @@ class RolloutCallback(Callback):
             RunError: If the engine answers with other weights than those that it was sent last, or too many episodes
                 fail.
         """
-        engine, version = self._engine, self._weights_version
-        assert engine is not None
-        episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
-        if self._runner is not None and episodes:
-            completions = wait_for(self._runner.run(engine.generate, episodes))
-        else:
-            completions = wait_for(answer(engine.generate, requests))
+        version, work = self._weights_version, self._ask(requests)
+        completions = wait_for(work) if self._queue is None else self._queue.background.submit(work).result()
         sampled = [each for each in completions if each.is_own is None or any(each.is_own)]
         if others := {each.weights_version for each in sampled} - {version}:
             raise RunError(version_message(others.pop(), version))
+        if self._runner is not None:
+            self._runner.check_errors(completions)
         return completions
+
+    async def _ask(self, requests: Sequence[Request]) -> list[Completion]:
+        """Ask the engine for single responses or episodes."""
+        assert self._engine is not None
+        episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
+        if self._runner is not None and episodes:
+            return await self._runner.run(self._engine.generate, episodes)
+        return await answer(self._engine.generate, requests)
 
     def _sync(self, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Bring the engine to the newest policy. Collective."""
         if self._weights_step != module.trainer.global_step:
-            self._weights_version += 1
             with module.phase("update_weights"):
-                self._attempt(module, lambda: self.sync_weights(module))
+                self._attempt(module, lambda: self._send_weights(module))
             self._weights_step = module.trainer.global_step
             if self._canary is not None:
                 with module.phase("canary"):
@@ -408,8 +426,9 @@ class RolloutCallback(Callback):
         assert engine is not None
         requests = canary.requests(module.trainer, batch, self.sampling)
         rollout = self._answer(module, requests, requests[0].sampling)
-        with self._alone(module):
-            self._attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
+        if self.in_flight == "finish":  # others must find the cache as if there were no canary
+            with self._alone(module):
+                self._attempt(module, engine.drop_caches)
         canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
 
     def _difference(self, module: PostTrainingModule, engine: Engine) -> str:
@@ -435,18 +454,21 @@ class RolloutCallback(Callback):
             self._canary.restore(state_dict["canary"])
 
     def _requests(
-        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
-    ) -> list[Request]:
-        """Return what the engine is asked, with a seed for each sample."""
+        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, ahead: int = 0
+    ) -> Sequence[Request]:
+        """Return what the engine is asked, so many batches ahead of the present one, with a seed for each sample."""
         # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
         # Batches, not steps: dynamic sampling may ask a prompt again within a step.
         trainer = module.trainer
-        turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
+        turn = trainer.fit_loop.epoch_loop.total_batch_idx + ahead if trainer.training else 0
         seeds = [
             [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
             for row in batch.row_index.tolist()
         ]
-        return make_requests(batch.prompts(), seeds, sampling)
+        requests = make_requests(batch.prompts(), seeds, sampling)
+        if self._runner is None:
+            return requests
+        return episode_requests(requests, batch.rows, num_samples=sampling.num_samples)
 
     def _rollout(
         self,

@@ -1,130 +1,233 @@
-"""Batches that are sampled ahead of their step, and the parts of a batch that ranks with the same data sample."""
+"""Batches that are sampled before their step, and the parts of a batch that ranks with the same data sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from itertools import islice
+from typing import Any, Literal, cast
 
+import torch
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 
+from verl_lightning.data.loader import TrainLoader
+from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
+from verl_lightning.rollout.background import Background
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.completions import pack_completions, unpack_completions
+from verl_lightning.rollout.process import EngineDiedError
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import PromptBatch
 
-CHECKPOINT_KEY = "rollout_ahead"
+CHECKPOINT_KEY = "rollout_queue"
+
+InFlight = Literal["finish", "continue", "abort"]
+
+Prompt = tuple[int, int]
+"""A prompt's epoch and its row of the data files; each is trained on once."""
 
 
 class Ticket:
-    """A batch that has its turn later, and whose responses are sampled in another thread until then.
+    """A batch that has its turn later, and the responses of this rank's part of it.
 
     Args:
-        batch: The prompts and what belongs to them.
-        requests: Requests for all responses to it.
-        weights_step: ``global_step`` of the weights that they are sampled with.
-        sample: Function that samples this rank's part of them; may be called again if the engine dies. None for a batch
-            whose completions are known.
+        epoch: Epoch of the batch.
+        rows: Row of the data files of each of its prompts.
+        requests: Requests for all responses to them, prompt after prompt.
+        own: Positions among the prompts of those whose responses this rank samples.
+    """
+
+    def __init__(self, epoch: int, rows: Sequence[int], requests: Sequence[Request], own: range) -> None:
+        self.requests = requests
+        size = len(requests) // len(rows)
+        self.prompts: list[Prompt] = [(epoch, rows[prompt]) for prompt in own]
+        self.groups = [requests[prompt * size :][:size] for prompt in own]
+        self.answers: list[Future[list[Completion]] | None] = [None] * len(own)
+        """Completions of each group; None before it is asked for, and once its engine has died."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Completions of this rank's part, once they are there."""
+        return [completion for answer in self.answers if answer is not None for completion in answer.result()]
+
+
+class RolloutQueue:
+    """The batches of the coming steps, in the order of the data, each asked for as soon as the bound on age allows.
+
+    A response comes from weights that are ``max_staleness`` optimizer steps old at the most when it is learnt from,
+    since its batch is not asked for earlier than that. The order is that of the `TrainLoader`, whose position is also
+    what of the data is done: a queue that is lost with its process is made anew, and no prompt is lost or comes twice.
+
+    Args:
+        max_staleness: The bound, in optimizer steps.
+        sample: Function that samples a group of responses.
     """
 
     def __init__(
-        self,
-        batch: PromptBatch,
-        requests: Sequence[Request],
-        weights_step: int,
-        sample: Callable[[], list[Completion]] | None,
+        self, max_staleness: int, sample: Callable[[Sequence[Request]], Coroutine[Any, Any, list[Completion]]]
     ) -> None:
-        self.batch = batch
-        self.requests = requests
-        self.weights_step = weights_step
-        self.completions: Sequence[Completion] | None = None
-        """Completion of each request, once all ranks have put their parts together."""
+        self.max_staleness = max_staleness
+        self.background = Background()
+        self.tickets: deque[Ticket] = deque()
+        self.steps: dict[int, int] = {}
+        """The ``global_step`` of each version of the weights that is not too old."""
         self._sample = sample
-        self._part: list[Completion] | None = None
-        self._future: Future[list[Completion]] | None = None
-        if sample is not None:
-            thread = ThreadPoolExecutor(1)
-            self._future = thread.submit(sample)
-            thread.shutdown(wait=False)
+        self._restored: dict[Prompt, list[Completion]] = {}
 
-    def result(self, current_step: int) -> list[Completion]:
-        """This rank's part, waited for; if a first call raised, a second one samples anew.
+    def begin_version(self, version: int, step: int) -> None:
+        """Note when the engine gets new weights.
 
         Args:
-            current_step: ``global_step`` of the weights that the engine has if it samples anew.
+            version: Number of the weights.
+            step: The ``global_step`` that they are of.
         """
-        assert self._sample is not None
-        future, self._future = self._future, None
-        if future is not None:
-            self._part = future.result()
-        elif self._part is None:
-            self.weights_step = current_step
-            self._part = self._sample()
-        return self._part
+        oldest = step - self.max_staleness
+        self.steps = {version: step for version, step in self.steps.items() if step >= oldest} | {version: step}
 
-    def settle(self) -> None:
-        """Wait until the engine has time for others."""
-        if self._future is not None:
-            wait([self._future])
+    def coming(self, trainer: Trainer) -> Iterable[tuple[int, int, PromptBatch]]:
+        """Yields what may be asked for now beside the batches that are: steps ahead, epoch and batch."""
+        loader = cast(TrainLoader, trainer.train_dataloader)
+        batches = enumerate(loader.upcoming())
+        for ahead, (epoch, batch) in islice(batches, len(self.tickets), self.max_staleness + 1):
+            yield ahead, epoch, cast(PromptBatch, batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, once the completions are known."""
-        assert self.completions is not None
+    def add(self, ticket: Ticket, step: int) -> None:
+        """Take one more batch, with what a checkpoint holds of it unless that is too old.
+
+        Args:
+            ticket: The batch.
+            step: The ``global_step`` at which it is learnt from.
+        """
+        for number, prompt in enumerate(ticket.prompts):
+            found = self._restored.pop(prompt, [])
+            steps = [self.steps.get(version, -1) for completion in found for version in completion.own_versions]
+            is_young = step - min(steps, default=step) <= self.max_staleness
+            if is_young and len(found) == len(ticket.groups[number]):
+                ticket.answers[number] = answer = Future[list[Completion]]()
+                answer.set_result(found)
+        self.tickets.append(ticket)
+        if len(self.tickets) > self.max_staleness:  # the rest is of other ranks
+            self._restored = {}
+
+    def ask(self) -> None:
+        """Have the engine begin with all groups that it was not asked for, together."""
+        with self.background.paused():
+            for ticket in self.tickets:
+                for number, group in enumerate(ticket.groups):
+                    if ticket.answers[number] is None:
+                        ticket.answers[number] = self.background.submit(self._sample(group))
+
+    def settle(self, tickets: Iterable[Ticket] | None = None) -> None:
+        """Wait for this rank's part of some batches, or of all; if an engine has died, the next call asks anew.
+
+        Raises:
+            EngineDiedError: If an engine has died.
+        """
+        self.ask()
+        wait(answers_of(self.tickets if tickets is None else tickets))
+        deaths = [error for answer in answers_of(self.tickets) if (error := death_in(answer)) is not None]
+        if deaths:
+            wait(answers_of(self.tickets))  # none is left to the dead one
+            for ticket in self.tickets:
+                ticket.answers = [None if answer is None or death_in(answer) else answer for answer in ticket.answers]
+            raise deaths[0]
+
+    def check_age(self, module: PostTrainingModule, completions: Sequence[Completion]) -> dict[str, float]:
+        """Returns how old responses of all ranks are that are about to be learnt from, as metrics. Collective.
+
+        Raises:
+            RunError: If one is older than the bound.
+        """
+        step = module.trainer.global_step
+        ages = [[step - self.steps[version] for version in each.own_versions] for each in completions]
+        mixed = [len(each) for each in ages if len(set(each)) > 1]
+        sums = torch.tensor([sum(map(sum, ages)), sum(map(len, ages)), sum(mixed)], dtype=torch.float32)
+        total, count, num_mixed = module.contract.sum_over_data_parallel(sums.to(module.device)).tolist()
+        oldest = max(module.contract.gather_over_data_parallel(max(map(max, filter(None, ages)), default=0)))
+        if oldest > self.max_staleness:
+            raise RunError(
+                f"a response is {oldest} optimizer steps old at step {step}, but `rollout.max_staleness` is"
+                f" {self.max_staleness}. Please report this."
+            )
+        count = max(count, 1.0)
         return {
-            "row_index": self.batch.row_index.tolist(),
-            "weights_step": self.weights_step,
-            "completions": pack_completions(self.completions),
+            "rollout/staleness/mean": total / count,
+            "rollout/staleness/max": float(oldest),
+            "rollout/mixed_version_tokens": num_mixed / count,
         }
 
+    def state_dict(self, module: PostTrainingModule) -> dict[str, Any]:
+        """Finished groups of all ranks as plain values and tensors, for a checkpoint. Collective."""
+        groups = [
+            (*prompt, answer.result())
+            for ticket in self.tickets
+            for prompt, answer in zip(ticket.prompts, ticket.answers, strict=True)
+            if answer is not None and answer.done() and answer.exception() is None
+        ]
+        contract = module.contract
+        found = [group for rank in contract.gather_over_model_parallel(groups) for group in rank]
+        all_groups = [group for rank in contract.gather_over_data_parallel(found) for group in rank]
+        return {
+            "prompts": [[epoch, row] for epoch, row, _ in all_groups],
+            "sizes": [len(completions) for *_, completions in all_groups],
+            "completions": pack_completions([each for *_, completions in all_groups for each in completions]),
+            "steps": dict(self.steps),
+            "data": digest_of_rows(module.trainer),
+        }
 
-def restored(
-    saved: Sequence[dict[str, Any]], make_requests: Callable[[PromptBatch], list[Request]], module: PostTrainingModule
-) -> Ticket | None:
-    """This rank's share of the batches that all ranks of a run had sampled ahead; None if its prompts are gone.
+    def restore(self, state: Mapping[str, Any], trainer: Trainer) -> None:
+        """Take the finished groups of a checkpoint, of whatever ranks, for the batches to come."""
+        self.steps = dict(state["steps"])
+        if state["data"] != digest_of_rows(trainer):
+            rank_zero_warn(
+                "The checkpoint holds responses that wait for their step, but to other training rows than there are"
+                " now: they are dropped."
+            )
+            return
+        completions = iter(unpack_completions(state["completions"]))
+        for (epoch, row), size in zip(state["prompts"], state["sizes"], strict=True):
+            self._restored[epoch, row] = list(islice(completions, size))
 
-    Args:
-        saved: `Ticket.state_dict` of each rank of that run.
-        make_requests: Function that makes the requests for a batch.
-        module: Module in this run, whose number of ranks may be another.
-    """
-    contract = module.contract
-    loader: Any = module.trainer.train_dataloader
-    # Rank `r` of `n` had every `n`-th prompt of the global batch, from the `r`-th on.
-    indices = [index for group in zip(*(each["row_index"] for each in saved), strict=True) for index in group]
-    positions = {index: position for position, index in enumerate(loader.source.row_index)}
-    if missing := [index for index in indices if index not in positions]:
-        rank_zero_warn(
-            f"The checkpoint has responses to row {missing[0]} of the training data, which is not there now: the first"
-            " batch is sampled twice instead."
-        )
-        return None
-    own = slice(contract.data_parallel_rank, None, contract.data_parallel_size)
-    rows = [positions[index] for index in indices[own]]
-    batch = module.trainer.strategy.batch_to_device(loader.source.batch(rows, [False] * len(rows)))
-    ticket = Ticket(batch, make_requests(batch), saved[0]["weights_step"], None)
-    groups = [_groups(each) for each in saved]
-    dealt = [group for turn in zip(*groups, strict=True) for group in turn][own]
-    ticket.completions = [completion for group in dealt for completion in group]
-    return ticket
+    def stop(self) -> None:
+        """Give up all that is not finished."""
+        self.background.stop()
 
 
-def _groups(saved: dict[str, Any]) -> list[list[Completion]]:
-    """The completions of one rank, by prompt."""
-    completions = unpack_completions(saved["completions"])
-    size = len(completions) // len(saved["row_index"])
-    return [completions[start : start + size] for start in range(0, len(completions), size)]
+def answers_of(tickets: Iterable[Ticket]) -> list[Future[list[Completion]]]:
+    """The answers that were asked for."""
+    return [answer for ticket in tickets for answer in ticket.answers if answer is not None]
+
+
+def death_in(answer: Future[list[Completion]]) -> EngineDiedError | None:
+    """The death of an engine that a group was not finished for; None if it is not, or is finished or under way."""
+    error = answer.exception() if answer.done() else None
+    return error if isinstance(error, EngineDiedError) else None
+
+
+def digest_of_rows(trainer: Trainer) -> str:
+    """Returns a text that tells the training rows from others."""
+    loader = cast(TrainLoader, trainer.train_dataloader)
+    return str(loader.state_dict()["rows"])
+
+
+def own_prompts(num_prompts: int, contract: PostTrainingStrategy) -> range:
+    """Returns the prompts whose responses this rank samples: all, unless others have the same data."""
+    size = -(-num_prompts // contract.model_parallel_size)
+    return range(num_prompts)[size * contract.model_parallel_rank :][:size]
 
 
 def own_part(
     requests: Sequence[Request], sampling: SamplingConfig, contract: PostTrainingStrategy
 ) -> Sequence[Request]:
     """Returns the requests that this rank asks, whole groups: all, unless others have the same data."""
-    size = sampling.num_samples * -(-len(requests) // (sampling.num_samples * contract.model_parallel_size))
-    return requests[size * contract.model_parallel_rank :][:size]
+    size = sampling.num_samples
+    own = own_prompts(len(requests) // size, contract)
+    return requests[own.start * size : own.stop * size]
 
 
 def join_parts(part: list[Completion], contract: PostTrainingStrategy) -> list[Completion]:
@@ -134,24 +237,37 @@ def join_parts(part: list[Completion], contract: PostTrainingStrategy) -> list[C
     return [completion for each in contract.gather_over_model_parallel(part) for completion in each]
 
 
-def check_staleness(module: LightningModule) -> None:
+def check_staleness(module: LightningModule, max_staleness: int) -> None:
     """Refuse to sample ahead where a step's age would go unnoticed.
 
     Raises:
         MisconfigurationException: If nothing corrects for it, or advantages need greedy responses of the same policy.
     """
+    option = f"`rollout.max_staleness: {max_staleness}`"
     if not isinstance(module, PPOModule):
-        raise MisconfigurationException(
-            f"`rollout.max_staleness: 1` needs a `PPOModule`, not `{type(module).__name__}`."
-        )
+        raise MisconfigurationException(f"{option} needs a `PPOModule`, not `{type(module).__name__}`.")
     if not module.corrections and module.update.old_log_probs == "trainer":
         raise MisconfigurationException(
-            "`rollout.max_staleness: 1` samples from the policy of one step before, but nothing corrects for that. Add"
+            f"{option} samples from older policies than the one that learns, but nothing corrects for that. Add"
             " `model.corrections` such as `TruncatedImportanceSampling`, or clip against the engine's log-probs with"
             " `model.update.old_log_probs: engine`."
         )
     if module.needs_greedy_rollout:
         raise MisconfigurationException(
             f"`{type(module.advantage).__name__}` compares with greedy responses of the same policy, which"
-            " `rollout.max_staleness: 1` does not sample. Set it to 0."
+            f" {option} does not sample. Set it to 0."
+        )
+
+
+def check_order(trainer: Trainer, max_staleness: int) -> None:
+    """Refuse to sample ahead of batches that nobody knows before the loader yields them.
+
+    Raises:
+        MisconfigurationException: If the training loader is not ours.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, TrainLoader):
+        raise MisconfigurationException(
+            f"`rollout.max_staleness: {max_staleness}` samples batches before their turn, but a"
+            f" `{type(loader).__name__}` does not tell them. Train with a `PromptDataModule`, or set it to 0."
         )

@@ -17,6 +17,7 @@ from typing_extensions import override
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.placement import Beside, Placement, trainer_gpu
 from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.hf_folder import stored_weights
 from verl_lightning.models.lora import write_adapter
@@ -64,10 +65,13 @@ class VLLMRollout(RolloutCallback):
         episodes: Limits of the episodes in environments.
         turns: Sample conversations with replies of plain text; ``environment`` can do more.
         speculation: Guess tokens ahead, which the policy then keeps or not; null guesses none. On GPUs.
-        max_staleness: Most optimizer steps by which responses may be older than the policy that learns from them, 0
-            or 1: each batch is then sampled while the policy learns from the one before. 1 needs a ``placement``.
+        max_staleness: Most optimizer steps by which a token may be older than the policy that learns from it. Batches
+            are sampled so many steps ahead, while the policy learns; see `docs/async.md`. Needs a
+            ``placement``.
         placement: Where engines run: `Beside` the trainer in processes of their own, of which a dead one is replaced,
             or in `RayActors`; null shares the trainer's GPUs. An engine that is placed elsewhere never sleeps.
+        in_flight: Treatment of responses that are on their way when new weights come: ``finish`` waits for them;
+            ``continue`` has them go on with the new weights and what they have read; ``abort`` has them read it anew.
         num_samples: Short for ``sampling.num_samples``.
         max_new_tokens: Short for ``max_new_tokens`` of both samplings.
         temperature: Short for ``sampling.temperature``.
@@ -98,6 +102,7 @@ class VLLMRollout(RolloutCallback):
         speculation: SpeculationConfig | None = None,
         max_staleness: int = 0,
         placement: Placement | None = None,
+        in_flight: InFlight = "finish",
         *,
         num_samples: int | None = None,
         max_new_tokens: int | None = None,
@@ -115,7 +120,9 @@ class VLLMRollout(RolloutCallback):
                 category=FutureWarning,
             )
             placement = beside
-        super().__init__(sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes)
+        super().__init__(
+            sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes, in_flight
+        )
         if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`rollout.gpu_memory_utilization` must lie in (0, 1], got {gpu_memory_utilization}.")
         if deadline <= 0:
@@ -139,7 +146,10 @@ class VLLMRollout(RolloutCallback):
             )
         self.tensor_parallel_size = tensor_parallel_size
         if max_staleness and placement is None:
-            raise ValueError("`rollout.max_staleness: 1` needs engines of their own GPUs: set `rollout.placement`.")
+            raise ValueError(
+                f"`rollout.max_staleness: {max_staleness}` needs engines outside of the training processes: set"
+                " `rollout.placement`."
+            )
         self.speculation = speculation
         self._gpu_share = 0.0
         self._is_elsewhere = False

@@ -272,11 +272,6 @@ class PromptBatch:
         }
         return dataclasses.replace(self, **moved)
 
-    def take_over(self, other: PromptBatch) -> None:
-        """Become another batch, in the hands of those who hold this one."""
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(other, field.name))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(TokenBatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +13,9 @@ import torch
 
 from tests.ray.engine_processes import EngineKiller, engine_pids
 from tests.rollout.asking import sample
-from tests.rollout.conformance import CHECKS, ENDS, Bench
+from tests.rollout.conformance import CHECKS, ENDS, SAMPLING, Bench
 from tests.rollout.test_hf_engine import make_engine, make_prompts
+from tests.rollout.vllm_parts import make_prompts as make_conformance_prompts
 from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
 from tests.tiny import tiny_model
@@ -80,10 +83,22 @@ def test_two_replicas_answer_three_callers_as_their_own_engines_would(callers, t
 @pytest.fixture(scope="module")
 def bench(joined_cluster, tiny_folder):
     engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=ENDS, pad_token_id=0, deadline=1.0)
-    engines = RayEngines(engine, Demand(option="rollout.num_replicas", count=2, cpus=1.0))
+    engines = RayEngines(engine, Demand(option="rollout.num_replicas", count=2, cpus=1.0), grace=9.0)
     engines.start(CPU)
     yield Bench(tiny_folder, engines, lambda: engine_pids(engines))
     engines.stop()
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_hung_replica_is_started_anew_and_another_one_asked(bench):
+    requests = make_requests(*make_conformance_prompts((9, 4, 7, 12), num_samples=16), SAMPLING)
+    expected = wait_for(answer(bench.engine.generate, requests))
+    os.kill(bench.pids()[0], signal.SIGSTOP)
+
+    completions = wait_for(answer(bench.engine.generate, requests))
+
+    assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
 
 
 @pytest.mark.slow
@@ -108,7 +123,7 @@ def test_a_run_one_step_ahead_is_the_same_with_engines_that_die(joined_cluster, 
         trainer.fit(make_ppo(tiny_folder, corrections=[TruncatedImportanceSampling()]), make_prompts_data(prompt_file))
 
     assert killer.killed is not None
-    assert recorders[1].column("rollout/staleness") == [0, 1, 1, 1, 1]
+    assert recorders[1].column("rollout/staleness/mean") == [0, 1, 1, 1, 1]
     for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "rollout_corr/abs_log_prob_gap"):
         assert_near(recorders[0].column(name), recorders[1].column(name), rel=1e-3)
 

@@ -49,8 +49,8 @@ class Campaign:
     arguments: Sequence[Any]
     """What it must know."""
 
-    ranks: int = 1
-    """How many processes it has."""
+    ranks: Sequence[int] = (1,)
+    """How many processes the first attempt has, the second, and so on, over and over."""
 
     def run(self, name: str, kills: Sequence[Kill] = ()) -> Path:
         """Comes to the end in a folder of this name, by one attempt more than there are kills; gives the run's folder.
@@ -73,10 +73,11 @@ class Campaign:
 
     def _start(self, folder: Path, number: int, kill: Kill | None) -> list[Process]:
         outputs = folder.with_name(f"output of {folder.name}") / str(number)
-        if self.ranks == 1:
+        ranks = self.ranks[number % len(self.ranks)]
+        if ranks == 1:
             output = outputs / "rank_0.txt"
             return [start(self.attempt, *self.arguments, kill, folder=folder, output=output)]
-        return start_ranks(self.ranks, self.attempt, *self.arguments, kill, folder=folder, outputs=outputs)
+        return start_ranks(ranks, self.attempt, *self.arguments, kill, folder=folder, outputs=outputs)
 
 
 def train(strategy: str, model: Path, prompts: Path, kill: Kill | None) -> None:

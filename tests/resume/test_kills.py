@@ -88,7 +88,7 @@ def test_two_ranks(tmp_path, tiny_folder, prompts, strategy):
     """In turn one of them dies; the other follows, as torchrun has it."""
     phases = [kill for kill in PHASES if kill.action not in ("]ref", "]values")]  # they score as the old policy does
     phases = [replace(kill, rank=number % 2) for number, kill in enumerate(phases)]
-    runs = Campaign(folder=tmp_path, attempt=train, arguments=(strategy, tiny_folder, prompts), ranks=2)
+    runs = Campaign(folder=tmp_path, attempt=train, arguments=(strategy, tiny_folder, prompts), ranks=[2])
     assert_same_runs(runs.run("killed", [FIRST_SAVE[0], *phases, *WRITES]), runs.run("whole"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from tests.rollout.asking import Prompts, sample
 from tests.rollout.vllm_parts import PAD, make_prompts, weights_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_scorer
+from verl_lightning.rollout.background import Background
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
-from verl_lightning.rollout.completions import answer, make_requests, wait_for
+from verl_lightning.rollout.completions import answer, make_requests, to_rollout, wait_for
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.process import EngineDiedError
 
@@ -117,7 +120,7 @@ def check_stop_texts_are_followed_or_refused(bench: Bench) -> None:
 
 def check_completions_tell_the_version_of_their_weights(bench: Bench) -> None:
     """And come from those weights."""
-    changed = [(name, weight + 0.02 * torch.ones_like(weight).cumsum(-1).sin()) for name, weight in bench.weights]
+    changed = changed_weights(bench)
     # Greedy, since libraries draw with other random numbers.
     requests = make_requests(*make_prompts(), dataclasses.replace(SAMPLING, num_samples=1, temperature=0.0))
     before = wait_for(answer(bench.engine.generate, requests))
@@ -130,6 +133,42 @@ def check_completions_tell_the_version_of_their_weights(bench: Bench) -> None:
     assert {each.weights_version for each in after} == {2}
     expected = wait_for(answer(make_reference(bench.folder, changed).generate, requests))
     assert [each.token_ids for each in after] == [each.token_ids for each in expected] != [e.token_ids for e in before]
+
+
+def check_responses_on_their_way_go_on_with_new_weights(bench: Bench) -> None:
+    """Each token has the log-prob that the weights of its version gave it, from whatever was read before."""
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=48)
+    requests = make_requests(*make_prompts((9, 4, 7, 12), num_samples=16), sampling)
+    background, changed = Background(), changed_weights(bench)
+    answers = background.submit(answer(bench.engine.generate, requests))
+    background.submit(turns(6)).result()  # some tokens are there, where the engine is in this process
+    with background.paused():
+        bench.engine.load_weights(changed, 2)
+        bench.engine.drop_caches()
+    completions = answers.result()
+    background.stop()
+
+    bench.engine.load_weights(bench.weights, 1)
+    rollout = to_rollout(requests, completions, num_samples=16, pad_token_id=PAD, device=torch.device("cpu"))
+    versions = pad_sequence([torch.tensor(each.own_versions) for each in completions], batch_first=True)
+    for version, weights in ((1, bench.weights), (2, changed)):
+        scorer = build_scorer(ModelConfig(path=str(bench.folder)), "policy", trainable=False)
+        scorer.backbone.load_state_dict(dict(weights), strict=False)
+        of_version = rollout.response_mask & (versions == version)
+        assert_near(rollout.rollout_log_probs[of_version], scorer(rollout).log_probs[of_version])
+    if bench.pids is None:
+        assert {len(set(each.own_versions)) for each in completions} == {1, 2}
+
+
+async def turns(number: int) -> None:
+    """So many turns of an event loop."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def changed_weights(bench: Bench) -> list[tuple[str, torch.Tensor]]:
+    """Other weights of the same shapes."""
+    return [(name, weight + 0.02 * torch.ones_like(weight).cumsum(-1).sin()) for name, weight in bench.weights]
 
 
 def check_a_killed_engine_is_replaced_in_the_middle_of_64_requests(bench: Bench) -> None:

@@ -36,7 +36,7 @@ class Silence(Environment):
         ({"deadline": 0.0}, r"`rollout.deadline` must be above 0 seconds, got 0.0"),
         (
             {"max_staleness": 1},
-            r"`rollout.max_staleness: 1` needs engines of their own GPUs: set `rollout.placement`",
+            r"`rollout.max_staleness: 1` needs engines outside of the training processes: set `rollout.placement`",
         ),
         ({"tensor_parallel_size": 0}, r"`rollout.tensor_parallel_size` must be at least 1, got 0"),
         ({"tensor_parallel_size": 2, "placement": Beside()}, r"Set it to 1, or take `placement` out; got 2"),
@@ -134,7 +134,9 @@ def test_speculation_on_a_cpu_is_refused_before_models_load(tmp_path, tiny_folde
 def test_overlap_needs_a_correction(tmp_path, tiny_folder, prompt_file):
     trainer = make_trainer(tmp_path, VLLMRollout(placement=Beside(), max_staleness=1))
 
-    with pytest.raises(MisconfigurationException, match=r"policy of one step before, but nothing corrects for that"):
+    with pytest.raises(
+        MisconfigurationException, match=r"older policies than the one that learns, but nothing corrects"
+    ):
         trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
 
 

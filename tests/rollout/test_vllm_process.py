@@ -96,7 +96,7 @@ def test_overlapped_responses_are_one_step_old_and_corrected(tmp_path, folder, p
     make_trainer(tmp_path, rollout, recorder).fit(module, datamodule=make_prompt_data(prompt_file))
 
     gaps = recorder.column("rollout_corr/abs_log_prob_gap")
-    assert recorder.column("rollout/staleness") == [0.0, 1.0, 1.0]
+    assert recorder.column("rollout/staleness/mean") == [0.0, 1.0, 1.0]
     assert max(recorder.column("rollout/canary_gap")) < 1e-4
     assert gaps[0] < 1e-4
     assert min(gaps[1:]) > 1e-3

@@ -107,6 +107,15 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], *, repacks: bo
     return missing
 
 
+def response_lengths(llm: Any) -> dict[str, int]:
+    """Count the tokens so far of each response that is not finished, by the name of its request.
+
+    vLLM tells of unfinished responses only where it is to return a part of each after every step.
+    """
+    states = llm.llm_engine.output_processor.request_states.values()
+    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
 def _forget_expert_kernels(model: nn.Module) -> None:
     """Have a CPU's experts be packed anew: where vLLM finds their kernel, it takes new weights as they come."""
     for layer in model.modules():

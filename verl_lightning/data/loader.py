@@ -113,12 +113,27 @@ class TrainLoader:
             self._epoch += 1
             self._position = 0
         self._resumes = False
-        order = self._order()
+        order = self._order(self._epoch)
         while not self._is_over(self._position):
-            begin, end = self._position, self._position + self.global_batch_size
-            self._position = end
-            indices = order[begin + self.rank : end : self.world_size]
-            yield self.source.batch(indices, [False] * len(indices))
+            begin = self._position
+            self._position += self.global_batch_size
+            yield self._batch(order, begin)
+
+    def upcoming(self) -> Iterator[tuple[int, object]]:
+        """Yields the epoch and the batch that was handed out last, and then those that will be, without end."""
+        epoch, position = self._epoch, self._position - self.global_batch_size
+        order = self._order(epoch)
+        while True:
+            if self._is_over(position):
+                epoch, position = epoch + 1, 0
+                order = self._order(epoch)
+            yield epoch, self._batch(order, position)
+            position += self.global_batch_size
+
+    def _batch(self, order: list[int], begin: int) -> object:
+        """Makes this rank's part of the global batch that begins at a position."""
+        indices = order[begin + self.rank : begin + self.global_batch_size : self.world_size]
+        return self.source.batch(indices, [False] * len(indices))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the next batch, and the rows, order and batch size that it counts in."""
@@ -205,10 +220,10 @@ class TrainLoader:
             " now."
         )
 
-    def _order(self) -> list[int]:
+    def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(len(self.source)))
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self._epoch, "data order"))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch, "data order"))
         order: list[int] = torch.randperm(len(self.source), generator=generator).tolist()
         return order
 

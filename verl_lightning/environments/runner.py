@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
@@ -79,6 +80,7 @@ class EpisodeRunner:
     def __post_init__(self) -> None:
         self._threads = Threads()
         self._tool_uses: dict[str, ToolUse] = {}
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def check(self) -> None:
         """Make one environment of each kind, and look for faults that no episode can do without.
@@ -125,20 +127,15 @@ class EpisodeRunner:
         Args:
             generate: Function that samples a turn.
             requests: Requests for episodes.
-
-        Raises:
-            RunError: If too many of them fail.
         """
-        room = asyncio.Semaphore(self.config.max_concurrency)
+        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.max_concurrency))
         policy = Policy(generate=generate, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
 
         async def play(request: EpisodeRequest) -> Completion:
             async with room:
                 return await self._play(policy, request)
 
-        completions = list(await asyncio.gather(*map(play, requests)))
-        self._check([completion.episode for completion in completions if completion.episode is not None])
-        return completions
+        return list(await asyncio.gather(*map(play, requests)))
 
     def stop(self) -> None:
         """End the threads of environments and the processes of tools."""
@@ -189,8 +186,13 @@ class EpisodeRunner:
             self.tokenizer, values, name=name, enable_thinking=self.enable_thinking, history=self.config.history
         )
 
-    def _check(self, episodes: Sequence[Episode]) -> None:
-        """Refuse a batch in which too many episodes failed; tell of some that did."""
+    def check_errors(self, completions: Sequence[Completion]) -> None:
+        """Refuse a batch in which too many episodes failed; tell of some that did.
+
+        Raises:
+            RunError: If too many have.
+        """
+        episodes = [completion.episode for completion in completions if completion.episode is not None]
         failed = [episode for episode in episodes if episode.error]
         if not failed:
             return
@@ -215,6 +217,7 @@ def _completion(player: Player, error: EpisodeError | None) -> Completion:
         is_truncated=trajectory.is_truncated,
         weights_version=max(trajectory.versions, default=-1),
         is_own=mask,
+        versions=trajectory.versions or [-1],
         prompt_ids=trajectory.prompt_ids,
         episode=Episode(
             environment=player.kind,

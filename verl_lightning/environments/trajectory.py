@@ -63,12 +63,12 @@ class Trajectory:
 
     def add_turn(self, completion: Completion) -> None:
         """Add what the policy said."""
-        self._append(completion.token_ids, completion.log_probs, version=completion.weights_version)
+        self._append(completion.token_ids, completion.log_probs, completion.own_versions)
         self.ends.append(len(self.ids))
 
     def add_read(self, ids: list[int]) -> None:
         """Add what the policy reads."""
-        self._append(ids, [0.0] * len(ids), version=None)
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids))
 
     def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Add the environment's judgement of the newest turn."""
@@ -76,8 +76,8 @@ class Trajectory:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
-    def _append(self, ids: list[int], log_probs: list[float], *, version: int | None) -> None:
+    def _append(self, ids: list[int], log_probs: list[float], versions: list[int]) -> None:
         self.ids += ids
-        self.mask += [version is not None] * len(ids)
+        self.mask += [version >= 0 for version in versions]
         self.log_probs += log_probs
-        self.versions += [-1 if version is None else version] * len(ids)
+        self.versions += versions

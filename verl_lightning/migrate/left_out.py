@@ -55,7 +55,7 @@ OWN_FILES = (
 """Names of verl's own files, which a `defaults` list may give."""
 
 LEFT_OUT: list[LeftOut] = [
-    *missing("training and sampling take turns; `rollout.max_staleness: 1` samples one step ahead",
+    *missing("training and sampling take turns; `rollout.max_staleness` has them go on side by side",
              "async_training.*", "rollout.*"),
     *missing("of an engine that isn't here: see `fsdp` and `megatron` in `verl-fit fit --help all`",
              "*.mindspeed.*", "*.actor.engine.*", "*.ref.engine.*", "critic.engine.*", "*.actor.model_engine",

@@ -27,10 +27,14 @@ class ActorPool:
     Args:
         actors: Each with a method ``ready``.
         max_in_flight: Most requests that an actor holds.
+        patience: Seconds after which an actor that has not answered counts as hung, and is killed; None waits forever.
     """
 
-    def __init__(self, actors: Sequence[Any], max_in_flight: int = _MAX_IN_FLIGHT) -> None:
+    def __init__(
+        self, actors: Sequence[Any], max_in_flight: int = _MAX_IN_FLIGHT, patience: float | None = None
+    ) -> None:
         self.actors = actors
+        self._patience = patience
         self._max_in_flight = max_in_flight
         self._held: list[list[float]] = [[] for _ in actors]  # costs of what each was asked
         self._down: dict[int, asyncio.Task[None]] = {}  # those that died, with who waits for their successors
@@ -54,18 +58,21 @@ class ActorPool:
         for _ in range(MAX_DEATHS):
             index = await self._take(cost)
             try:
-                return await send(self.actors[index])
+                return await asyncio.wait_for(send(self.actors[index]), self._patience)
             except ray.exceptions.RayActorError as error:
                 self._lose(index)
-                death = error
-            except ray.exceptions.RayTaskError as error:
+                death: Exception = error
+            except ray.exceptions.RayTaskError as error:  # also a `TimeoutError` of the actor's own
                 raise error.cause from None
+            except TimeoutError as error:
+                self._end(index)
+                death = error
             finally:
                 self._held[index].remove(cost)
                 self._changed.set()
         raise RunError(
             f"{MAX_DEATHS} Ray actors died over the same request, so it was given up; `ray logs` has their last words."
-            f" The last death: {death}"
+            f" The last death: {death or 'it was hung'}"
         )
 
     async def tell_all(self, send: Callable[[Any], Any]) -> None:
@@ -80,11 +87,13 @@ class ActorPool:
         import ray
 
         try:
-            await send(self.actors[index])
+            await asyncio.wait_for(send(self.actors[index]), self._patience)
         except ray.exceptions.RayActorError:
             self._lose(index)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except TimeoutError:
+            self._end(index)
 
     async def _take(self, cost: float) -> int:
         while not (free := [index for index in range(len(self.actors)) if self._is_free(index)]):
@@ -99,6 +108,14 @@ class ActorPool:
 
     def _is_free(self, index: int) -> bool:
         return index not in self._down and len(self._held[index]) < self._max_in_flight
+
+    def _end(self, index: int) -> None:
+        """Have Ray kill a hung actor and start it anew."""
+        import ray
+
+        if index not in self._down:
+            ray.kill(self.actors[index], no_restart=False)
+        self._lose(index)
 
     def _lose(self, index: int) -> None:
         if index not in self._down:

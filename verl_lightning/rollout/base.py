@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -140,7 +141,7 @@ class Completion(NamedTuple):
     """True if the response met the length limit before its end."""
 
     weights_version: int
-    """Version of the weights that it was sampled with, as `Engine.load_weights` was told."""
+    """Version of the weights that its last token was sampled with, as `Engine.load_weights` was told."""
 
     is_own: list[bool] | None = None
     """False on tokens that the policy read from others in the middle of it; None where all are its own."""
@@ -150,6 +151,15 @@ class Completion(NamedTuple):
 
     episode: Episode | None = None
     """Walk through an environment that it is; None for a single response."""
+    versions: list[int] | None = None
+    """Version of the weights that each token was sampled with, -1 where it was read; None where it is the last one's
+    for all."""
+
+    @property
+    def own_versions(self) -> list[int]:
+        """Version of the weights of each of the policy's own tokens."""
+        versions = self.versions or [self.weights_version] * len(self.token_ids)
+        return versions if self.is_own is None else list(compress(versions, self.is_own))
 
 
 class Engine(Protocol):
@@ -159,13 +169,17 @@ class Engine(Protocol):
         """Take memory and load what never changes."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the policy's weights by these, under their Hugging Face names; drop what was cached from the old."""
+        """Replace the policy's weights by these, under their Hugging Face names.
+
+        Prompts that come later find nothing that was cached from the old weights. Responses that are on their way go
+        on, with what they have read; `drop_caches` has them read it anew.
+        """
 
     async def generate(self, request: Request) -> Completion:
         """Sample one response. What is asked before the engine's first step is sampled together from the start."""
 
     def drop_caches(self) -> None:
-        """Forget what was kept of prompts so far."""
+        """Forget what was kept of prompts so far; responses on their way read all that they have anew."""
 
     def weight_sums(self) -> WeightSums:
         """Sum the weights that the engine holds, to be compared with those that it was sent."""

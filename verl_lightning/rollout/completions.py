@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
-from verl_lightning.types import Rollout
+from verl_lightning.types import Episode, Rollout
 
 T = TypeVar("T")
 
@@ -93,28 +93,49 @@ def to_rollout(
     return rollout.to(device)
 
 
-def pack_completions(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """Packs single responses, in which all tokens are the policy's own, into tensors for a checkpoint."""
+def pack_completions(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Packs responses into tensors and plain values for a checkpoint."""
+    token_ids, log_probs, is_own, versions = (
+        [value for completion in completions for value in values(completion)]
+        for values in (
+            lambda each: each.token_ids,
+            lambda each: each.log_probs,
+            lambda each: each.is_own or [True] * len(each.token_ids),
+            lambda each: each.versions or [each.weights_version] * len(each.token_ids),
+        )
+    )
     return {
-        "lengths": torch.tensor([len(completion.token_ids) for completion in completions]),
-        "token_ids": torch.tensor([token for completion in completions for token in completion.token_ids]),
-        "log_probs": torch.tensor([value for c in completions for value in c.log_probs], dtype=torch.float64),
-        "is_truncated": torch.tensor([completion.is_truncated for completion in completions]),
-        "weights_versions": torch.tensor([completion.weights_version for completion in completions]),
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long),
+        "token_ids": torch.tensor(token_ids, dtype=torch.long),
+        "log_probs": torch.tensor(log_probs, dtype=torch.float64),
+        "is_own": torch.tensor(is_own, dtype=torch.bool),
+        "versions": torch.tensor(versions, dtype=torch.long),
+        "is_truncated": torch.tensor([completion.is_truncated for completion in completions], dtype=torch.bool),
+        "weights_versions": torch.tensor([completion.weights_version for completion in completions], dtype=torch.long),
+        "prompt_ids": [completion.prompt_ids for completion in completions],
+        "episodes": [each.episode and dataclasses.asdict(each.episode) for each in completions],
     }
 
 
-def unpack_completions(packed: Mapping[str, Tensor]) -> list[Completion]:
+def unpack_completions(packed: Mapping[str, Any]) -> list[Completion]:
     """Restores the responses that `pack_completions` was given."""
     lengths = packed["lengths"].tolist()
+    parts = [torch.split(packed[name], lengths) for name in ("token_ids", "log_probs", "is_own", "versions")]
+    rows = zip(*parts, packed["is_truncated"], packed["weights_versions"], strict=True)
+    tensors = [[value.tolist() for value in row] for row in rows]
     return [
-        Completion(tokens.tolist(), log_probs.tolist(), is_truncated, version)
-        for tokens, log_probs, is_truncated, version in zip(
-            torch.split(packed["token_ids"], lengths),
-            torch.split(packed["log_probs"], lengths),
-            packed["is_truncated"].tolist(),
-            packed["weights_versions"].tolist(),
-            strict=True,
+        Completion(
+            token_ids=ids,
+            log_probs=log_probs,
+            is_truncated=is_truncated,
+            weights_version=version,
+            is_own=is_own,
+            prompt_ids=prompt_ids,
+            episode=episode and Episode(**episode),
+            versions=versions,
+        )
+        for (ids, log_probs, is_own, versions, is_truncated, version), prompt_ids, episode in zip(
+            tensors, packed["prompt_ids"], packed["episodes"], strict=True
         )
     ]
 

@@ -73,16 +73,19 @@ class Dispatcher:
 
     Args:
         replicas: `EngineActor` actors.
+        patience: Seconds after which a replica that says nothing counts as hung, and is started anew.
     """
 
-    def __init__(self, replicas: Sequence[Any]) -> None:
-        self._pool = ActorPool(replicas, max_in_flight=_MAX_PARTS)
+    def __init__(self, replicas: Sequence[Any], patience: float | None = None) -> None:
+        self._pool = ActorPool(replicas, max_in_flight=_MAX_PARTS, patience=patience)
         self._version = 0
         self._weights: Sequence[Any] = []
+        self._num_asked = 0  # parts that are not answered yet
 
     async def forget_weights(self) -> None:
-        """Lets Ray free the weights, which new ones are about to replace."""
-        self._weights = []
+        """Lets Ray free the weights, which new ones are about to replace, unless a new replica may need them."""
+        if not self._num_asked:
+            self._weights = []
 
     async def load_weights(self, version: int, weights: Sequence[Any]) -> None:
         """Has all replicas load the policy's weights, those that start later too.
@@ -104,7 +107,7 @@ class Dispatcher:
         return sums
 
     async def generate(self, version: int, requests: Sequence[Request]) -> list[Completion]:
-        """Samples a part of one caller's responses.
+        """Samples a part of one caller's responses, from the newest weights when a replica takes it.
 
         Raises:
             RuntimeError: If this version is not the newest.
@@ -112,10 +115,13 @@ class Dispatcher:
         """
         if version != self._version:
             raise RuntimeError(version_message(self._version, version))
-        weights = self._weights
-        completions: list[Completion] = await self._pool.ask(
-            num_tokens(requests), lambda replica: replica.generate.remote(version, weights, requests)
-        )
+        self._num_asked += 1
+        try:
+            completions: list[Completion] = await self._pool.ask(
+                num_tokens(requests), lambda replica: replica.generate.remote(self._version, self._weights, requests)
+            )
+        finally:
+            self._num_asked -= 1
         return completions
 
 

@@ -126,13 +126,13 @@ class HFEngine(SteppingEngine):
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, Completion]]:
-        """Give each sequence a token until some end, once those that wait have taken free places."""
+        """Give each sequence a token, once those that wait have taken free places."""
         ended = self._admit()
-        while not ended and self._batch is not None:
-            ended = self._batch.go_on(self._running)
+        if not ended and self._batch is not None:
+            ended = self._batch.go_on(self._running, self._version)
         if self._batch is not None and not self._batch.num_open:
             self._batch = None
-        return [(row.key, Completion(row.tokens, row.log_probs, row.is_truncated, self._version)) for row in ended]
+        return [(row.key, _completion(row)) for row in ended]
 
     def _admit(self) -> list[Row]:
         """Read the prompts of those that wait, as many as there are places; return the rows that end at once."""
@@ -148,7 +148,8 @@ class HFEngine(SteppingEngine):
             rows.append(self._waiting.popleft())
             method = _method(rows[0])
         if rows:
-            new = RunningBatch(rows, self._running, ends=self.eos_token_ids, pad_token_id=self.pad_token_id)
+            ends, pad = self.eos_token_ids, self.pad_token_id
+            new = RunningBatch(rows, self._running, self._version, ends=ends, pad_token_id=pad)
             if batch is None:
                 self._batch = new
             else:
@@ -165,7 +166,10 @@ class HFEngine(SteppingEngine):
         return weight_sums(self._running.named_parameters())
 
     def drop_caches(self) -> None:
-        """Does nothing: no prompt's cache outlives its responses."""
+        """Have open sequences wait for their places anew; no prompt's cache outlives its responses."""
+        if self._batch is not None:
+            self._waiting.extendleft(row for row in reversed(self._batch.rows) if row.is_open)
+            self._batch = None
 
     def stop(self) -> None:
         """Drop the model."""
@@ -177,6 +181,12 @@ class HFEngine(SteppingEngine):
         if self._model is None:
             raise RuntimeError("`start` the engine before using it.")
         return self._model
+
+
+def _completion(row: Row) -> Completion:
+    is_mixed = row.versions[0] != row.versions[-1]
+    versions = row.versions if is_mixed else None
+    return Completion(row.tokens, row.log_probs, row.is_truncated, row.versions[-1], versions=versions)
 
 
 def _method(row: Row) -> tuple[float, float, int]:

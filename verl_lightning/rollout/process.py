@@ -89,6 +89,7 @@ class ProcessEngine:
         self._keys = itertools.count()
         self._asked: dict[int, Asked] = {}
         self._outbox: dict[int, Request] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the newest request
         self._stop_reading: Callable[[], object] = lambda: None
         self.pid = 0
         """Id of the engine's process, once it has started; 0 before."""
@@ -205,7 +206,8 @@ class ProcessEngine:
             TimeoutError: If it is not finished after the deadline, also if the engine is stuck.
             ValueError: If prompt and response don't fit into `max_model_len`.
         """
-        loop, connection, key = asyncio.get_running_loop(), self._open, next(self._keys)
+        connection, key = self._open, next(self._keys)
+        self._loop = loop = asyncio.get_running_loop()
         if not self._asked:
             loop.add_reader(descriptor := connection.fileno(), self._read)
             self._stop_reading = functools.partial(loop.remove_reader, descriptor)
@@ -233,10 +235,12 @@ class ProcessEngine:
     def _read(self) -> None:
         """Take what the engine says about its requests."""
         try:
-            answer = self._receive()
+            self._deliver(self._receive())
         except EngineDiedError as error:
             self._fail(error)
-            return
+
+    def _deliver(self, answer: dict[str, Any]) -> None:
+        """Tell those who wait for it."""
         if "error" in answer:
             self._fail(decode_error(answer), answer["keys"])
         elif (asked := self._asked.get(answer["key"])) and not asked.answer.done():
@@ -283,8 +287,13 @@ class ProcessEngine:
             raise self._death() from error
 
     def _answer(self) -> dict[str, Any]:
-        """Return the engine's next answer; raise what the engine raised."""
-        answer = self._receive()
+        """Return the engine's next answer; raise what the engine raised.
+
+        Responses that come before it are handed to the event loop that waits for them, which must not read meanwhile.
+        """
+        while "key" in (answer := self._receive()) or answer.get("keys"):
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._deliver, answer)
         if "error" in answer:
             raise decode_error(answer)
         return answer

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_lightning.ray.actor_pool import MAX_DEATHS
 from verl_lightning.ray.actors import (
     RuntimeEnvironment,
     await_actors,
@@ -55,7 +56,8 @@ class RayEngines:
         engine: Engine that each replica runs; not started.
         demand: The number of replicas, and the resources of each.
         caller: This process among those that share the replicas.
-        grace: Seconds beyond the engine's deadline after which one that says nothing counts as stuck.
+        grace: Seconds beyond the engine's deadline after which one that says nothing counts as hung: it is started
+            anew, and another one is asked.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class RayEngines:
         """Have the dispatcher answer some requests, and tell those who wait."""
         question = self._dispatcher.generate.remote(self._version, [request for request, _ in part])
         answers = asyncio.ensure_future(await_answer(question))
-        await asyncio.wait([answers], timeout=self.deadline + self.grace)
+        await asyncio.wait([answers], timeout=(MAX_DEATHS + 1) * (self.deadline + self.grace))
         error: BaseException | None
         if answers.done():
             error = answers.exception()
@@ -190,5 +192,5 @@ class RayEngines:
             "scheduling_strategy": on_this_node(),
         }
         remote: Any = ray.remote(num_cpus=0)(Dispatcher)
-        self._dispatcher = remote.options(**options).remote(self._actors)
+        self._dispatcher = remote.options(**options).remote(self._actors, self.deadline + self.grace)
         return options["name"], ray.get_runtime_context().gcs_address

@@ -31,6 +31,7 @@ class Row:
         self.request = request
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        self.versions: list[int] = []
         self.is_open = True
         self.is_truncated = False
         self._noise = draw_noise(request.seed, request.sampling.max_new_tokens)
@@ -45,10 +46,16 @@ class Row:
         """Position of the newest token."""
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
-    def take(self, token: int, log_prob: float, ends: Collection[int]) -> None:
+    @property
+    def sequence(self) -> list[int]:
+        """Tokens of the prompt and the response so far."""
+        return self.request.prompt_ids + self.tokens
+
+    def take(self, token: int, log_prob: float, version: int, ends: Collection[int]) -> None:
         """Take the next token, which may be the last."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        self.versions.append(version)
         is_full = len(self.tokens) == self.request.sampling.max_new_tokens
         self.is_open = token not in ends and not is_full
         self.is_truncated = token not in ends and is_full
@@ -60,18 +67,21 @@ class RunningBatch:
     Rows that have ended stay in their places until others join. A row depends on the others by rounding alone.
 
     Args:
-        rows: Rows without a token, all sampled by one method.
-        model: Model that reads their prompts.
+        rows: Open rows, all sampled by one method.
+        model: Model that reads them.
+        version: Version of the model's weights.
         ends: Tokens that end a response.
         pad_token_id: Token that fills the padding.
     """
 
-    def __init__(self, rows: list[Row], model: PreTrainedModel, *, ends: Collection[int], pad_token_id: int) -> None:
+    def __init__(
+        self, rows: list[Row], model: PreTrainedModel, version: int, *, ends: Collection[int], pad_token_id: int
+    ) -> None:
         self.rows = rows
         self._ends = frozenset(ends)
         self._device = model.device
         self._cache = DynamicCache(config=model.config)
-        prompts = [row.request.prompt_ids for row in rows]
+        prompts = [row.sequence for row in rows]
         counts = [1] * len(rows)
         if self.can_grow:  # then samples can share what was read of their prompt
             groups = [(tokens, len(list(same))) for tokens, same in groupby(prompts)]
@@ -83,7 +93,7 @@ class RunningBatch:
         if self.can_grow:
             self._cache.batch_select_indices(samples)
         self._mask = mask[samples]
-        self._draw(logits[samples])
+        self._draw(logits[samples], version)
 
     @property
     def num_open(self) -> int:
@@ -95,12 +105,12 @@ class RunningBatch:
         """True if others may join: caches of attention can be padded, states of recurrent layers can't."""
         return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
 
-    def go_on(self, model: PreTrainedModel) -> list[Row]:
+    def go_on(self, model: PreTrainedModel, version: int) -> list[Row]:
         """Read each row's newest token and draw the next; return the rows that end with it."""
         going_on = [row for row in self.rows if row.is_open]
         ids = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._device)
         positions = torch.tensor([[row.position] for row in self.rows], device=self._device)
-        self._draw(self._read(model, ids, positions, self._mask))
+        self._draw(self._read(model, ids, positions, self._mask), version)
         return [row for row in going_on if not row.is_open]
 
     def join(self, other: RunningBatch) -> None:
@@ -131,7 +141,7 @@ class RunningBatch:
         logits: Tensor = output.logits
         return logits[:, -1].float()
 
-    def _draw(self, logits: Float[Tensor, "rows vocab"]) -> None:
+    def _draw(self, logits: Float[Tensor, "rows vocab"], version: int) -> None:
         """Draw a token for each open row."""
         noise = torch.tensor([row.noise for row in self.rows], dtype=torch.float64).to(self._device)
         drawn, log_probs = sample_tokens(logits, noise, self.rows[0].request.sampling)
@@ -139,7 +149,7 @@ class RunningBatch:
         self._mask = torch.cat([self._mask, is_open], 1)
         for row, token, log_prob in zip(self.rows, drawn.tolist(), log_probs.tolist(), strict=True):
             if row.is_open:
-                row.take(token, log_prob, self._ends)
+                row.take(token, log_prob, version, self._ends)
 
 
 def join_layers(layer: DynamicLayer, other: DynamicLayer, length: int) -> None:

@@ -56,7 +56,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def drop_caches(self) -> None:
-        """Forget what was kept of prompts so far."""
+        """Forget what was kept of prompts and responses so far, see `Engine.drop_caches`."""
 
     @abstractmethod
     def weight_sums(self) -> WeightSums:
@@ -85,7 +85,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[tuple[int, Completion]]:
-        """Go on with all requests until some are finished; returns these.
+        """Go on with all requests by about a token; returns those that are finished.
 
         Raises:
             TimeoutError: If some are late; all are given up then.

@@ -38,6 +38,9 @@ from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
 
+STEPS = 16
+"""Most steps of vLLM between two looks at who else wants something of the engine."""
+
 STUCK_SECONDS = 120.0
 """Seconds after its deadline at which a call of vLLM counts as stuck; more than a parent's patience with a child."""
 
@@ -50,6 +53,9 @@ class Late(NamedTuple):
 
     since: float
     """Time on the monotonic clock at which it was asked."""
+
+    stretches: list[tuple[int, int]]
+    """Each earlier version of the weights, and the number of tokens when the next one came."""
 
 
 class VLLMEngine(SteppingEngine):
@@ -115,7 +121,7 @@ class VLLMEngine(SteppingEngine):
             if missing:
                 raise RunError(missing_weights(self.config.path, missing))
             self._wake_cache()
-        self._version = version
+        self._begin_version(version)
 
     def join_trainer(self, invitation: dict[str, Any]) -> None:
         """Meet the trainer for vLLM's own transfer of weights. Collective with `GPUSender.join`."""
@@ -130,9 +136,17 @@ class VLLMEngine(SteppingEngine):
         self._running.update_weights({"update_info": info})
 
     def finish_weights(self, version: int) -> None:
-        """Use the weights that came, and drop what was cached from the old ones."""
+        """Use the weights that came."""
         self._running.finish_weight_update()
-        self.drop_caches()
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Tell tokens and prompts of the new weights from those of the old."""
+        if not self._late:
+            self.drop_caches()  # else their salt alone keeps new prompts from finding old ones
+        lengths = compat.response_lengths(self._running) if self._late else {}
+        for key, late in self._late.items():
+            late.stretches.append((self._version, lengths[str(key)]))
         self._version = version
 
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -153,7 +167,7 @@ class VLLMEngine(SteppingEngine):
         if (served := set(engine.list_loras())) != {number}:
             raise RuntimeError(f"vLLM was given number {number} of the adapter, but serves the numbers {served}.")
         self._wake_cache()
-        self._version = version
+        self._begin_version(version)
 
     def _wake_weights(self) -> None:
         if self._is_asleep:
@@ -168,16 +182,15 @@ class VLLMEngine(SteppingEngine):
         if self._is_asleep:
             self._running.wake_up(tags=["kv_cache"])
             self._is_asleep = False
-        self.drop_caches()
 
     def drop_caches(self) -> None:
-        """Forget the key-value cache of every prompt.
+        """Forget the key-value cache of every prompt, and have responses on their way make theirs anew.
 
         Raises:
-            RuntimeError: If requests still use it.
+            RuntimeError: If vLLM keeps some of it.
         """
-        if not self._running.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, since requests are still running. Wait for them first.")
+        if not self._running.reset_prefix_cache(reset_running_requests=bool(self._late)):
+            raise RuntimeError("vLLM kept a part of its prefix cache.")
 
     def weight_sums(self) -> WeightSums:
         """Sum the weights that the engine holds in this process; of one that is shared, none."""
@@ -209,13 +222,13 @@ class VLLMEngine(SteppingEngine):
         self._check_length(len(request.prompt_ids), request.sampling.max_new_tokens)
         params = importlib.import_module("vllm").SamplingParams
         options = sampling_options(request.sampling, self.config)
-        prompt = {"prompt_token_ids": request.prompt_ids}
+        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
         engine.add_request(str(key), prompt, params(seed=request.seed, **options), lora_request=self._adapter)
-        self._late[key] = Late(request.name, time.monotonic())
+        self._late[key] = Late(request.name, time.monotonic(), [])
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, Completion]]:
-        """Take vLLM's steps until one finishes requests.
+        """Take some of vLLM's steps, until one finishes requests.
 
         Raises:
             TimeoutError: If a request is not finished `deadline` seconds after it was asked. A hang inside one step of
@@ -223,11 +236,10 @@ class VLLMEngine(SteppingEngine):
         """
         engine, num_steps = self._running.llm_engine, 0
         with self._watch(lambda: f"step {num_steps} of vLLM did not return. {self._late_message()}"):
-            while self._late:
+            while self._late and num_steps < STEPS:
                 num_steps += 1
-                ended = [(int(output.request_id), self._completion(output.outputs[0])) for output in engine.step()]
-                for key, _ in ended:
-                    del self._late[key]
+                outputs = {int(output.request_id): output.outputs[0] for output in engine.step()}
+                ended = [(key, self._completion(output, self._late.pop(key))) for key, output in outputs.items()]
                 self._check_deadline()
                 if ended:
                     return ended
@@ -249,10 +261,14 @@ class VLLMEngine(SteppingEngine):
             self._running.llm_engine.abort_request([str(key) for key in self._late])
             self._late = {}
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any, late: Late) -> Completion:
         """Convert vLLM's answer to one request."""
-        log_probs = list(output.logprobs.logprobs)
-        return Completion(list(output.token_ids), log_probs, output.finish_reason == "length", self._version)
+        tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
+        versions: list[int] = []
+        for version, end in [*late.stretches, (self._version, len(tokens))]:
+            versions += [version] * (end - len(versions))
+        is_cut = output.finish_reason == "length"
+        return Completion(tokens, log_probs, is_cut, self._version, versions=versions if late.stretches else None)
 
     def _watch(self, culprit: str | Callable[[], str]) -> AbstractContextManager[None]:
         """Ends the process if vLLM is stuck."""

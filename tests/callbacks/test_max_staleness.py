@@ -1,13 +1,11 @@
-"""Overlapped sampling, with an engine in a thread: what steps learn from, and what a resumed run finds."""
+"""Sampling ahead, with an engine in a thread: what steps learn from, and what a resumed run finds."""
 
 from __future__ import annotations
 
 import warnings
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -19,39 +17,40 @@ from tests.tiny import write_prompt_file, write_tiny_folder
 from tests.tolerances import assert_near
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout
-from verl_lightning.callbacks.rollout_queue import Ticket, restored
-from verl_lightning.rollout.base import Completion, SamplingConfig
-from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.types import PromptBatch
+from verl_lightning.rollout.base import SamplingConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed run's own folder
 
 
-def make_rollout():
+def make_rollout(max_staleness=1):
     sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
-    return HFRollout(sampling, sampling, max_staleness=1)
+    return HFRollout(sampling, sampling, max_staleness=max_staleness)
 
 
 def make_module(model):
     return make_ppo(model, actor=make_model_config(model, lr=1e-2), corrections=[TruncatedImportanceSampling()])
 
 
-def make_callbacks():
-    return [make_rollout()]
+def make_callbacks(max_staleness):
+    return [make_rollout(max_staleness)]
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory):
-    """Three batches an epoch, so that one is on its way from one epoch to the next."""
-    folder = tmp_path_factory.mktemp("overlap")
+def make_experiment(folder, max_staleness):
+    """Three batches an epoch, so that some are on their way from one epoch to the next."""
+    folder.mkdir()
     prompts = write_prompt_file(folder / "prompts.jsonl", num_rows=12)
     return Experiment(
         folder=folder,
         make_module=partial(make_module, write_tiny_folder(folder / "model")),
         make_data=partial(make_prompts, prompts, shuffle=True),
-        make_callbacks=make_callbacks,
+        make_callbacks=partial(make_callbacks, max_staleness),
         trainer={},
     )
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    return make_experiment(tmp_path_factory.mktemp("ahead") / "one", 1)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +58,31 @@ def whole(experiment):
     return experiment.run("whole")
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
-def test_a_resumed_run_learns_from_what_was_on_its_way(experiment, whole, step):
+def check_resumed(experiment, whole, step):
     resumed = experiment.resume(step, "early")
 
     assert_same_state(resumed.module.state_dict(), whole.module.state_dict())
     assert resumed.order.rows == whole.order.rows[step:]
     assert resumed.order.tokens == whole.order.tokens[step:]
     assert resumed.metrics == whole.metrics
-    assert [row["rollout/staleness"] for row in whole.metrics] == ["0.0", "1.0", "1.0", "1.0", "1.0"]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_resumed_run_learns_from_what_was_on_its_way(experiment, whole, step):
+    check_resumed(experiment, whole, step)
+
+    assert [row["rollout/staleness/max"] for row in whole.metrics] == ["0.0", "1.0", "1.0", "1.0", "1.0"]
+
+
+def test_two_batches_on_their_way_are_resumed_too_and_come_in_order(tmp_path, whole):
+    experiment = make_experiment(tmp_path / "two", 2)
+    older = experiment.run("whole")
+
+    check_resumed(experiment, older, 3)
+    assert [row["rollout/staleness/mean"] for row in older.metrics] == ["0.0", "1.0", "2.0", "2.0", "2.0"]
+    assert older.order.rows == whole.order.rows
+    assert older.order.tokens[:2] == whole.order.tokens[:2]  # from the same weights, with the same seeds
+    assert older.order.tokens[2:] != whole.order.tokens[2:]
 
 
 def fit_with_the_same_data(experiment, name, start, steps):
@@ -83,7 +98,7 @@ def fit_with_the_same_data(experiment, name, start, steps):
 
 def test_ranks_with_the_same_data_resume_their_parts(experiment, whole):
     """Of four prompts with four responses each, every rank has two on its way."""
-    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "rollout/staleness")
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "rollout/staleness/mean")
     on_ranks(2, fit_with_the_same_data, experiment, "half", None, 2)
     start = experiment.folder / "half" / "step=2.ckpt"
     for rest in on_ranks(2, fit_with_the_same_data, experiment, "rest", start, 5):
@@ -100,53 +115,5 @@ def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):
         warnings.simplefilter("always")
         trainer.fit(experiment.make_module(), make_prompts(other), ckpt_path=str(experiment.checkpoint("whole", 3)))
 
-    assert any("responses to row" in str(warning.message) for warning in warned)
-    assert recorder.column("rollout/staleness") == [0.0, 1.0]
-
-
-def ticket_of(rows):
-    """Of these rows, each with two responses whose tokens tell the row and the sample."""
-    batch = PromptBatch(
-        prompt_ids=torch.ones(len(rows), 1),
-        prompt_mask=torch.ones(len(rows), 1).bool(),
-        row_index=torch.tensor(rows),
-        is_duplicate=torch.zeros(len(rows)).bool(),
-        rows=[{}] * len(rows),
-    )
-    ticket = Ticket(batch, [], 3, None)
-    pairs = [(row, sample) for row in rows for sample in (0, 1)]
-    ticket.completions = [
-        Completion([row, sample][: sample + 1], [-0.1] * (sample + 1), sample == 0, 9) for row, sample in pairs
-    ]
-    return ticket
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (2, 2), (4, 2)])
-def test_other_ranks_get_the_responses_to_their_own_prompts(before, after):
-    rows = [7, 2, 9, 4]
-    saved = [ticket_of(rows[rank::before]).state_dict() for rank in range(before)]
-    source = SimpleNamespace(
-        row_index=sorted(rows), batch=lambda positions, _: ticket_of([sorted(rows)[p] for p in positions]).batch
-    )
-    trainer = SimpleNamespace(
-        train_dataloader=SimpleNamespace(source=source), strategy=SimpleNamespace(batch_to_device=lambda batch: batch)
-    )
-
-    for rank in range(after):
-        contract = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=after)
-        share = restored(saved, lambda _: [], SimpleNamespace(contract=contract, trainer=trainer))
-
-        expected = ticket_of(rows[rank::after])
-        assert share.batch.row_index.tolist() == expected.batch.row_index.tolist()
-        assert share.completions == expected.completions
-        assert share.weights_step == 3
-
-
-def test_conversations_do_not_overlap():
-    with pytest.raises(ValueError, match="`rollout.max_staleness: 1` samples single responses"):
-        HFRollout(turns=TurnsConfig(environment=None), max_staleness=1)
-
-
-def test_two_steps_are_refused():
-    with pytest.raises(ValueError, match="`rollout.max_staleness` must be 0 or 1, got 2"):
-        HFRollout(max_staleness=2)
+    assert any("to other training rows" in str(warning.message) for warning in warned)
+    assert recorder.column("rollout/staleness/max") == [0.0, 1.0]

@@ -1,0 +1,19 @@
+"""A reward function whose worker is killed once in each attempt to run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.run_rewards import even_share as share
+from tests.run_rewards import is_trial
+
+
+def even_share(sample):
+    """Share of even characters."""
+    killed = Path(f"killed worker of {os.getppid()}")
+    if not is_trial(sample) and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return share(sample)
