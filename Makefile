@@ -1,4 +1,5 @@
 # make run            install and train the quick start on this machine, about five minutes
+# make staleness      train the quick start on responses of up to 0, 1, 2 and 4 steps of age, and compare
 # make test           install, lint and run all tests that need no heavy back end, about ten minutes on two cores
 # make test-fast      install and run the tests that take less than ten seconds each
 # make reference      write docs/reference.md and docs/algorithms anew from types and docstrings
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Images often forbid byte code. Each of the tests' many processes would then compile all that it imports, for 10 to 20 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install run test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference families clean
+.PHONY: install run staleness test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference families clean
 
 install: $(VENV)/installed
 
@@ -28,6 +29,9 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 
 run: install
 	$(BIN)/python examples/quickstart/run.py --steps $(STEPS) --seeds $(SEEDS)
+
+staleness: install
+	$(BIN)/python benchmarks/staleness.py
 
 # Two at a time, the longest first, so that two cores are at work to the end.
 test: install

@@ -15,7 +15,7 @@ from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.options import typed
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.base import SamplingConfig, with_short_forms
 from verl_lightning.rollout.hf import HFEngine, check_cache
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.telemetry.memory_plan import EngineMemory
@@ -69,10 +69,9 @@ class HFRollout(RolloutCallback):
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> None:
-        sampling = sampling.with_short_forms(
-            "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
+        sampling, val_sampling = with_short_forms(
+            sampling, val_sampling, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
-        val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
         super().__init__(
             sampling, val_sampling, turns, max_staleness, placement, canary_limit, environment, episodes, in_flight
         )

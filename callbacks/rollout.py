@@ -18,28 +18,25 @@ from typing_extensions import override
 from verl_lightning.callbacks.canary import Canary
 from verl_lightning.callbacks.placement import Placement
 from verl_lightning.callbacks.replacements import Replacements
-from verl_lightning.callbacks.rollout_queue import (
-    CHECKPOINT_KEY,
-    InFlight,
-    RolloutQueue,
-    Ticket,
+from verl_lightning.callbacks.rollout_checks import (
+    check_adapters,
+    check_age,
     check_order,
     check_staleness,
-    join_parts,
-    own_part,
-    own_prompts,
+    sends_adapters,
 )
+from verl_lightning.callbacks.rollout_queue import CHECKPOINT_KEY, InFlight, RolloutQueue, Ticket
+from verl_lightning.callbacks.rollout_requests import batch_requests, batch_rollout, join_parts, own_part, own_prompts
 from verl_lightning.environments.config import Environments, EpisodesConfig, Given
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner, episode_requests
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
-from verl_lightning.rollout.completions import answer, make_requests, to_rollout, version_message, wait_for
+from verl_lightning.rollout.completions import answer, version_message, wait_for
 from verl_lightning.rollout.stepping import SteppingEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.weight_sums import difference_message, weight_sums
-from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.types import PromptBatch, Rollout
 
 T = TypeVar("T")
@@ -93,13 +90,7 @@ class RolloutCallback(Callback):
     ) -> None:
         if turns is not None and environment is not None:
             raise ValueError("`rollout.turns` and `rollout.environment` both name an environment. Leave out `turns`.")
-        if max_staleness < 0:
-            raise ValueError(f"`rollout.max_staleness` must not be negative, got {max_staleness}.")
-        if in_flight != "finish" and not max_staleness:
-            raise ValueError(
-                f"`rollout.in_flight: {in_flight}` is for responses that are on their way when weights change, but with"
-                " `rollout.max_staleness: 0` none is. Allow some age, or leave it out."
-            )
+        check_age(max_staleness, in_flight)
         self.environment = environment
         self.episodes = episodes
         self._environments = Environments(environment) if environment is not None else turns
@@ -135,19 +126,10 @@ class RolloutCallback(Callback):
                 f"`{type(self).__name__}` samples responses, for which `{type(pl_module).__name__}` has no use."
                 " Train a `PPOModule`, or take the rollout callback out (`rollout: null`)."
             )
-        at_place = self.placement is None or self.placement.takes_adapters
-        if sends_adapters(pl_module) and not (self.takes_adapters and at_place):
-            raise MisconfigurationException(
-                f"`lora.merge_for_rollout: false` sends adapters alone, but the engine of `{type(self).__name__}` takes"
-                " whole weights only, as all Ray actors do. Set it to true, or sample with `VLLMRollout`."
-            )
+        are_taken = self.takes_adapters and (self.placement is None or self.placement.takes_adapters)
+        check_adapters(pl_module, type(self).__name__, are_taken=are_taken, in_flight=self.in_flight)
         if self.max_staleness and stage == "fit":
             check_staleness(pl_module, self.max_staleness)
-        if self.in_flight != "finish" and sends_adapters(pl_module):
-            raise MisconfigurationException(
-                f"`rollout.in_flight: {self.in_flight}` changes weights under way, which adapters alone"
-                " (`lora.merge_for_rollout: false`) can't. Set it to `finish`, or send whole weights."
-            )
         self._weights_step = -1
         if self._canary is not None:
             self._canary.forget()
@@ -182,10 +164,16 @@ class RolloutCallback(Callback):
         if placement.max_restarts is not None:
             self._replacements = Replacements(
                 placement.max_restarts,
-                replace=lambda module: placed.start(module.device),
+                replace=lambda module: self._replace(placed, module),
                 sync_weights=self._send_weights,
             )
         return placed
+
+    def _replace(self, engine: Engine, module: PostTrainingModule) -> None:
+        """Start this rank's engine anew, unless it lives."""
+        engine.start(module.device)
+        if self._queue is not None:
+            self._queue.has_new_engine = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -234,7 +222,7 @@ class RolloutCallback(Callback):
             completions = join_parts(ticket.completions, module.contract)
             for name, value in queue.check_age(module, completions).items():
                 module.log(name, value, batch_size=1)
-            return self._rollout(module, ticket.requests, completions, self.sampling)
+            return batch_rollout(module, ticket.requests, completions, self.sampling)
 
     def _look_ahead(self, module: PostTrainingModule, queue: RolloutQueue, limit: int) -> None:
         """Ask for the next batches until so many are under way."""
@@ -380,7 +368,7 @@ class RolloutCallback(Callback):
         """Answer requests that other ranks may have too: each answers a part, and all get the whole. Collective."""
         part = own_part(requests, sampling, module.contract)
         completions = self._attempt(module, lambda: self._complete(module, part))
-        return self._rollout(module, requests, join_parts(completions, module.contract), sampling)
+        return batch_rollout(module, requests, join_parts(completions, module.contract), sampling)
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
@@ -407,7 +395,7 @@ class RolloutCallback(Callback):
         assert self._engine is not None
         episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
         if self._runner is not None and episodes:
-            return await self._runner.run(self._engine.generate, episodes)
+            return await self._runner.play(self._engine.generate, episodes)
         return await answer(self._engine.generate, requests)
 
     def _sync(self, module: PostTrainingModule, batch: PromptBatch) -> None:
@@ -456,37 +444,8 @@ class RolloutCallback(Callback):
     def _requests(
         self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, ahead: int = 0
     ) -> Sequence[Request]:
-        """Return what the engine is asked, so many batches ahead of the present one, with a seed for each sample."""
-        # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
-        # Batches, not steps: dynamic sampling may ask a prompt again within a step.
-        trainer = module.trainer
-        turn = trainer.fit_loop.epoch_loop.total_batch_idx + ahead if trainer.training else 0
-        seeds = [
-            [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
-            for row in batch.row_index.tolist()
-        ]
-        requests = make_requests(batch.prompts(), seeds, sampling)
+        """Return what the engine is asked for a batch, so many batches ahead; see `batch_requests`."""
+        requests = batch_requests(module, batch, sampling, purpose, ahead)
         if self._runner is None:
             return requests
         return episode_requests(requests, batch.rows, num_samples=sampling.num_samples)
-
-    def _rollout(
-        self,
-        module: PostTrainingModule,
-        requests: Sequence[Request],
-        completions: Sequence[Completion],
-        sampling: SamplingConfig,
-    ) -> Rollout:
-        return to_rollout(
-            requests,
-            completions,
-            num_samples=sampling.num_samples,
-            pad_token_id=module.tokenizer.pad_token_id,
-            device=module.device,
-        )
-
-
-def sends_adapters(module: PostTrainingModule) -> bool:
-    """Tell whether the policy's adapters go to the engine by themselves."""
-    lora = module.policy_config.lora
-    return lora is not None and not lora.merge_for_rollout

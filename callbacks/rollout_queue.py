@@ -1,4 +1,4 @@
-"""Batches that are sampled before their step, and the parts of a batch that ranks with the same data sample."""
+"""Batches that are sampled before their step, while the policy learns."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from verl_lightning.data.loader import TrainLoader
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.ppo import PPOModule
 from verl_lightning.rollout.background import Background
-from verl_lightning.rollout.base import Completion, Request, SamplingConfig
+from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.completions import pack_completions, unpack_completions
 from verl_lightning.rollout.process import EngineDiedError
-from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import PromptBatch
 
 CHECKPOINT_KEY = "rollout_queue"
@@ -78,6 +75,8 @@ class RolloutQueue:
         """The ``global_step`` of each version of the weights that is not too old."""
         self._sample = sample
         self._restored: dict[Prompt, list[Completion]] = {}
+        self.has_new_engine = False
+        """True if an engine has taken a dead one's place since the last `settle`, which is thus known of."""
 
     def begin_version(self, version: int, step: int) -> None:
         """Note when the engine gets new weights.
@@ -131,11 +130,15 @@ class RolloutQueue:
         self.ask()
         wait(answers_of(self.tickets if tickets is None else tickets))
         deaths = [error for answer in answers_of(self.tickets) if (error := death_in(answer)) is not None]
-        if deaths:
-            wait(answers_of(self.tickets))  # none is left to the dead one
-            for ticket in self.tickets:
-                ticket.answers = [None if answer is None or death_in(answer) else answer for answer in ticket.answers]
+        is_known, self.has_new_engine = self.has_new_engine, False
+        if not deaths:
+            return
+        wait(answers_of(self.tickets))  # none is left to the dead one
+        for ticket in self.tickets:
+            ticket.answers = [None if answer is None or death_in(answer) else answer for answer in ticket.answers]
+        if not is_known:
             raise deaths[0]
+        self.settle(tickets)
 
     def check_age(self, module: PostTrainingModule, completions: Sequence[Completion]) -> dict[str, float]:
         """Returns how old responses of all ranks are that are about to be learnt from, as metrics. Collective.
@@ -213,61 +216,3 @@ def digest_of_rows(trainer: Trainer) -> str:
     """Returns a text that tells the training rows from others."""
     loader = cast(TrainLoader, trainer.train_dataloader)
     return str(loader.state_dict()["rows"])
-
-
-def own_prompts(num_prompts: int, contract: PostTrainingStrategy) -> range:
-    """Returns the prompts whose responses this rank samples: all, unless others have the same data."""
-    size = -(-num_prompts // contract.model_parallel_size)
-    return range(num_prompts)[size * contract.model_parallel_rank :][:size]
-
-
-def own_part(
-    requests: Sequence[Request], sampling: SamplingConfig, contract: PostTrainingStrategy
-) -> Sequence[Request]:
-    """Returns the requests that this rank asks, whole groups: all, unless others have the same data."""
-    size = sampling.num_samples
-    own = own_prompts(len(requests) // size, contract)
-    return requests[own.start * size : own.stop * size]
-
-
-def join_parts(part: list[Completion], contract: PostTrainingStrategy) -> list[Completion]:
-    """Returns the completions of all requests, of which each rank with the same data has a part. Collective."""
-    if contract.model_parallel_size == 1:
-        return part
-    return [completion for each in contract.gather_over_model_parallel(part) for completion in each]
-
-
-def check_staleness(module: LightningModule, max_staleness: int) -> None:
-    """Refuse to sample ahead where a step's age would go unnoticed.
-
-    Raises:
-        MisconfigurationException: If nothing corrects for it, or advantages need greedy responses of the same policy.
-    """
-    option = f"`rollout.max_staleness: {max_staleness}`"
-    if not isinstance(module, PPOModule):
-        raise MisconfigurationException(f"{option} needs a `PPOModule`, not `{type(module).__name__}`.")
-    if not module.corrections and module.update.old_log_probs == "trainer":
-        raise MisconfigurationException(
-            f"{option} samples from older policies than the one that learns, but nothing corrects for that. Add"
-            " `model.corrections` such as `TruncatedImportanceSampling`, or clip against the engine's log-probs with"
-            " `model.update.old_log_probs: engine`."
-        )
-    if module.needs_greedy_rollout:
-        raise MisconfigurationException(
-            f"`{type(module.advantage).__name__}` compares with greedy responses of the same policy, which"
-            f" {option} does not sample. Set it to 0."
-        )
-
-
-def check_order(trainer: Trainer, max_staleness: int) -> None:
-    """Refuse to sample ahead of batches that nobody knows before the loader yields them.
-
-    Raises:
-        MisconfigurationException: If the training loader is not ours.
-    """
-    loader = trainer.train_dataloader
-    if not isinstance(loader, TrainLoader):
-        raise MisconfigurationException(
-            f"`rollout.max_staleness: {max_staleness}` samples batches before their turn, but a"
-            f" `{type(loader).__name__}` does not tell them. Train with a `PromptDataModule`, or set it to 0."
-        )

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.engine_share import MOST, planned_share
 from verl_lightning.callbacks.placement import Beside, Placement, trainer_gpu
-from verl_lightning.callbacks.rollout import RolloutCallback, sends_adapters
+from verl_lightning.callbacks.rollout import RolloutCallback
+from verl_lightning.callbacks.rollout_checks import sends_adapters
 from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.hf_folder import stored_weights
@@ -24,7 +25,7 @@ from verl_lightning.models.lora import write_adapter
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.options import typed
-from verl_lightning.rollout.base import Completion, Request, SamplingConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig, with_short_forms
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine, check_vllm, gather_requests
@@ -108,10 +109,9 @@ class VLLMRollout(RolloutCallback):
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> None:
-        sampling = sampling.with_short_forms(
-            "rollout.sampling", num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
+        sampling, val_sampling = with_short_forms(
+            sampling, val_sampling, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature
         )
-        val_sampling = val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens)
         if beside is not None:
             if placement is not None:
                 raise ValueError("`rollout.beside` and `rollout.placement` are one option. Leave out `beside`.")

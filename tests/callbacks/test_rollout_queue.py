@@ -16,6 +16,7 @@ from verl_lightning.callbacks import HFRollout
 from verl_lightning.data.loader import TrainLoader
 from verl_lightning.data.prompts import PromptDataset
 from verl_lightning.rollout.base import Completion, SamplingConfig
+from verl_lightning.rollout.completions import pack_completions, unpack_completions
 from verl_lightning.rollout.stepping import SteppingEngine
 
 NUM_ROWS, SAMPLES, LONGEST = 14, 2, 6
@@ -131,10 +132,9 @@ def run_rank(rank, ranks, start, num_steps, learning, saved, bound, speeds, in_f
 def joined(states):
     """What all ranks save together."""
     queues = [state["queue"]["rollout_queue"] for state in states]
-    completions = [queue["completions"] for queue in queues]
-    packed = {name: torch.cat([each[name] for each in completions]) for name in completions[0]}
+    completions = [completion for queue in queues for completion in unpack_completions(queue["completions"])]
     lists = {name: [value for queue in queues for value in queue[name]] for name in ("prompts", "sizes")}
-    queue = {"completions": packed, "steps": queues[0]["steps"], "data": "", **lists}
+    queue = {"completions": pack_completions(completions), "steps": queues[0]["steps"], "data": "", **lists}
     return {"loader": states[0]["loader"], "queue": {"rollout_queue": queue}}
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 
 from tests.environments.worlds import END, Blocking, Counting, Sleeping, Unruly, play, say_seven
 from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.faults import RunError
 from verl_lightning.rollout.base import Completion
+from verl_lightning.rollout.completions import pack_completions, unpack_completions
 
 
 def text_of(ids):
@@ -123,3 +127,31 @@ def test_a_run_learns_from_an_environments_rewards(tmp_path, tiny_folder, prompt
     assert recorder.column("rollout_corr/abs_log_prob_gap")[0] < 1e-4
     assert recorder.column("critic/score/mean") == pytest.approx(recorder.column("env/Counting/reward"))
     assert recorder.column("env/Counting/episodes") == [16.0] * 3
+
+
+def test_episodes_are_played_ahead_and_a_checkpoint_holds_them(tmp_path, tiny_folder, prompt_file):
+    recorder, path = Recorder(), tmp_path / "two.ckpt"
+    options = {"max_new_tokens": 40, "environment": Counting, "max_staleness": 2}
+    module = make_ppo(tiny_folder, reward="environment", corrections=[TruncatedImportanceSampling()])
+    trainer = make_trainer(tmp_path, make_rollout(**options), recorder, Saver(path))
+    trainer.fit(module, make_prompts(prompt_file))
+
+    assert recorder.column("rollout/staleness/max") == [0.0, 1.0, 2.0]
+    assert recorder.column("env/Counting/episodes") == [16.0] * 3
+    saved = torch.load(path, weights_only=True)["rollout_queue"]
+    completions = unpack_completions(saved["completions"])
+    assert len(completions) == 2 * 16
+    assert {each.episode.environment for each in completions} == {"Counting"}
+    assert pack_completions(completions)["episodes"] == saved["completions"]["episodes"]
+    assert all(each.is_own.count(True) == len(each.own_versions) > 0 for each in completions)
+
+
+class Saver(Callback):
+    """Saves once, while episodes wait."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)

@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from tests.run_rewards import even_share as share
 from tests.run_rewards import is_trial
+from tests.run_rewards import same_on_even_rows as share
 
 
-def even_share(sample):
-    """Share of even characters."""
+def same_on_even_rows(sample):
+    """Share of even characters, but on every other row the same for all responses."""
     killed = Path(f"killed worker of {os.getppid()}")
     if not is_trial(sample) and not killed.exists():
         killed.touch()

@@ -21,7 +21,7 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.modules.ppo_config import CriticConfig
+from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.run_folders import last_checkpoint
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 preload("tests.resume.campaign")
 
 REWARDS = Path(__file__).with_name("kill_rewards_once.py")
-NUM_STEPS, NUM_ROWS = 6, 24
+NUM_STEPS, NUM_ROWS = {"ppo": 6, "grpo": 4}, 24
 KILLS = [
     Kill(action="]gen", how="stop"),
     Kill(action="]save_checkpoint", how="half"),
@@ -43,11 +43,12 @@ KILLS = [
 
 
 class Witness(Callback):
-    """Writes down what each step has learnt from, before its checkpoint."""
+    """Writes down the prompts of each batch when it is done, before a checkpoint."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         age = float(trainer.callback_metrics["rollout/staleness/max"])
-        learnt = {"step": trainer.global_step, "rows": batch.row_index.tolist(), "age": age}
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        learnt = {"batch": number, "rows": batch.row_index.tolist(), "age": age}
         with Path(f"learnt of rank {trainer.global_rank}").open("a") as file:
             file.write(json.dumps(learnt) + "\n")
 
@@ -56,8 +57,10 @@ def train(algorithm: str, strategy: str, model: Path, prompts: Path, kill: Kill 
     """Goes on with what lies in the working directory; each attempt's engine dies once, and its reward worker."""
     seed_everything(3, verbose=False)
     actor = make_model_config(model)
-    parts = {"critic": CriticConfig(model=actor), "advantage": GAE()} if algorithm == "ppo" else {}
-    reward = RewardConfig(function=f"{REWARDS}:even_share", num_workers=1, max_error_share=1.0)
+    parts = {"critic": CriticConfig(model=actor), "advantage": GAE()}
+    if algorithm == "grpo":
+        parts = {"dynamic_sampling": DynamicSamplingConfig(max_batches=20)}  # half of the groups have no signal
+    reward = RewardConfig(function=f"{REWARDS}:same_on_even_rows", num_workers=1, max_error_share=1.0)
     module = make_ppo(model, reward=reward, corrections=[TruncatedImportanceSampling()], **parts)
     sampling = SamplingConfig(num_samples=2, max_new_tokens=8)
     beside = MortalBeside(folder=Path(f"engines of {os.getpid()}"), deaths=["answer 13"])
@@ -68,7 +71,7 @@ def train(algorithm: str, strategy: str, model: Path, prompts: Path, kill: Kill 
         ModelCheckpoint(save_top_k=0, save_last=True, every_n_train_steps=1),
         strategy="auto" if strategy == "auto" else FSDPStrategy(),
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        max_steps=NUM_STEPS,
+        max_steps=NUM_STEPS[algorithm],
         logger=ResumableCSVLogger("runs", version=0),
         log_every_n_steps=1,
         enable_checkpointing=True,
@@ -79,17 +82,16 @@ def train(algorithm: str, strategy: str, model: Path, prompts: Path, kill: Kill 
     trainer.fit(module, datamodule=data, ckpt_path=last and last.path, weights_only=True)
 
 
-def learnt_rows(folder: Path) -> dict[int, list[int]]:
-    """Of each step, in the last of the lives in which it was done; no token was older than the bound."""
-    steps: dict[int, list[int]] = {}
+def learnt_rows(folder: Path) -> list[list[int]]:
+    """Of each batch, in the last of the lives in which it was done; no token was older than the bound."""
+    batches: dict[int, list[int]] = {}
     for file in sorted(folder.glob("learnt of rank *")):
-        own: dict[int, list[int]] = {}
-        for line in map(json.loads, file.read_text().splitlines()):
-            assert line["age"] <= 2
-            own[line["step"]] = line["rows"]
-        for step, rows in own.items():
-            steps.setdefault(step, []).extend(rows)
-    return steps
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert max(line["age"] for line in lines) <= 2
+        for number, rows in {line["batch"]: line["rows"] for line in lines}.items():
+            batches.setdefault(number, []).extend(rows)
+    assert sorted(batches) == list(range(len(batches)))
+    return [batches[number] for number in range(len(batches))]
 
 
 @pytest.mark.parametrize(("algorithm", "strategy", "ranks"), [("ppo", "auto", [1]), ("grpo", "fsdp", [2])])
@@ -101,6 +103,9 @@ def test_each_prompt_is_learnt_from_once_whatever_is_killed(tmp_path, tiny_folde
 
     campaign.run("killed", KILLS)
 
-    steps = learnt_rows(tmp_path / "killed")
-    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
-    assert sorted(row for rows in steps.values() for row in rows) == list(range(NUM_ROWS))
+    batches = learnt_rows(tmp_path / "killed")
+    assert len(batches) == NUM_STEPS["ppo"] if algorithm == "ppo" else len(batches) > NUM_STEPS["grpo"]
+    for epoch in (batches[start : start + 6] for start in range(0, len(batches), 6)):
+        rows = [row for batch in epoch for row in batch]
+        assert len(set(rows)) == len(rows) == 4 * len(epoch)
+    assert {row for batch in batches[:6] for row in batch} == set(range(NUM_ROWS))

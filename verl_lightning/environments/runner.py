@@ -122,20 +122,29 @@ class EpisodeRunner:
         self._tool_uses[kind] = ToolUse(environment, self.tokenizer, key)
 
     async def run(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
-        """Play an episode for each request.
+        """Play the episodes of a whole batch.
 
         Args:
             generate: Function that samples a turn.
             requests: Requests for episodes.
+
+        Raises:
+            RunError: If too many of them fail.
         """
+        completions = await self.play(generate, requests)
+        self.check_errors(completions)
+        return completions
+
+    async def play(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
+        """Play an episode for each request; those of one event loop are together no more than are allowed at once."""
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.max_concurrency))
         policy = Policy(generate=generate, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
 
-        async def play(request: EpisodeRequest) -> Completion:
+        async def play_one(request: EpisodeRequest) -> Completion:
             async with room:
                 return await self._play(policy, request)
 
-        return list(await asyncio.gather(*map(play, requests)))
+        return list(await asyncio.gather(*map(play_one, requests)))
 
     def stop(self) -> None:
         """End the threads of environments and the processes of tools."""

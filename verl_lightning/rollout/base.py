@@ -111,6 +111,23 @@ class SamplingConfig(Options, key="sampling"):
         return self.top_p < 1 or self.top_k > 0 or self.guide is not None
 
 
+def with_short_forms(
+    sampling: SamplingConfig, val_sampling: SamplingConfig, *, max_new_tokens: int | None, **of_training: Any
+) -> tuple[SamplingConfig, SamplingConfig]:
+    """Returns the settings of training and of validation, with the short forms that a rollout callback was given.
+
+    Args:
+        sampling: Settings of training responses.
+        val_sampling: Settings of validation responses.
+        max_new_tokens: Longest response of both; None if it was not given.
+        of_training: Other settings of training responses; None stands for one that was not given.
+    """
+    return (
+        sampling.with_short_forms("rollout.sampling", max_new_tokens=max_new_tokens, **of_training),
+        val_sampling.with_short_forms("rollout.val_sampling", max_new_tokens=max_new_tokens),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One response that an engine is asked for."""

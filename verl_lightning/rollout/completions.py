@@ -95,26 +95,24 @@ def to_rollout(
 
 def pack_completions(completions: Sequence[Completion]) -> dict[str, Any]:
     """Packs responses into tensors and plain values for a checkpoint."""
-    token_ids, log_probs, is_own, versions = (
-        [value for completion in completions for value in values(completion)]
-        for values in (
-            lambda each: each.token_ids,
-            lambda each: each.log_probs,
-            lambda each: each.is_own or [True] * len(each.token_ids),
-            lambda each: each.versions or [each.weights_version] * len(each.token_ids),
-        )
-    )
+    is_own = [each.is_own or [True] * len(each.token_ids) for each in completions]
+    versions = [each.versions or [each.weights_version] * len(each.token_ids) for each in completions]
     return {
-        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long),
-        "token_ids": torch.tensor(token_ids, dtype=torch.long),
-        "log_probs": torch.tensor(log_probs, dtype=torch.float64),
-        "is_own": torch.tensor(is_own, dtype=torch.bool),
-        "versions": torch.tensor(versions, dtype=torch.long),
-        "is_truncated": torch.tensor([completion.is_truncated for completion in completions], dtype=torch.bool),
-        "weights_versions": torch.tensor([completion.weights_version for completion in completions], dtype=torch.long),
-        "prompt_ids": [completion.prompt_ids for completion in completions],
+        "lengths": torch.tensor([len(each.token_ids) for each in completions], dtype=torch.long),
+        "token_ids": joined([each.token_ids for each in completions], torch.long),
+        "log_probs": joined([each.log_probs for each in completions], torch.float64),
+        "is_own": joined(is_own, torch.bool),
+        "versions": joined(versions, torch.long),
+        "is_truncated": torch.tensor([each.is_truncated for each in completions], dtype=torch.bool),
+        "weights_versions": torch.tensor([each.weights_version for each in completions], dtype=torch.long),
+        "prompt_ids": [each.prompt_ids for each in completions],
         "episodes": [each.episode and dataclasses.asdict(each.episode) for each in completions],
     }
+
+
+def joined(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Shaped[Tensor, " values"]:
+    """Returns rows of numbers one after another."""
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
 
 def unpack_completions(packed: Mapping[str, Any]) -> list[Completion]:

@@ -105,6 +105,8 @@ class ProcessEngine:
         """
         if self._process is not None and not self._process.has_ended:
             return
+        if self._asked and self._loop is not None:  # an event loop that has not heard of the death yet
+            self._loop.call_soon_threadsafe(self._fail, self._death())
         self.stop()
         if not dist.is_initialized():  # else it is settled where NCCL listens, for the engine's process too
             loopback.use_for("NCCL")

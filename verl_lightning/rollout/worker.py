@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import safetensors.torch
@@ -51,12 +54,16 @@ class Worker:
         self.connection = connection
         self._engine: SteppingEngine | None = None
         self._unfinished: set[int] = set()
+        self._is_updating = False  # while some weights are new and others old
+        self._answers: SimpleQueue[bytes] = SimpleQueue()
 
     def run(self) -> None:
         """Serves until the trainer closes the pipe."""
+        # Else both could wait for the other to read, where the trainer sends much while much is finished here.
+        threading.Thread(target=self._send_answers, daemon=True).start()
         while True:
             try:
-                while not self._unfinished or self.connection.poll():
+                while self._is_updating or not self._unfinished or self.connection.poll():
                     message = json.loads(self.connection.recv_bytes())
                     self._serve(message.pop("do"), message)
             except EOFError:
@@ -115,11 +122,13 @@ class Worker:
         elif do == "join_trainer":
             self._vllm.join_trainer(message["invitation"])
         elif do == "start_weights":
+            self._is_updating = True
             self._vllm.start_weights()
         elif do == "receive_weights":
             self._vllm.receive_weights(decode_info(message["info"]))
         elif do == "finish_weights":
             self._vllm.finish_weights(message["version"])
+            self._is_updating = False
         elif do == "load_adapter":
             self._vllm.load_adapter(Path(message["folder"]), message["version"])
         elif do == "drop_caches":
@@ -133,7 +142,13 @@ class Worker:
         return HFEngine(**options | {"config": decode(ModelConfig, options["config"])})
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        self.connection.send_bytes(json.dumps(answer).encode())
+        self._answers.put(json.dumps(answer).encode())
+
+    def _send_answers(self) -> None:
+        """Sends what is answered, in a thread of its own, until the trainer is gone."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.connection.send_bytes(self._answers.get())
 
     def _answer_error(self, error: Exception, keys: list[int]) -> None:
         told = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
