@@ -111,4 +111,5 @@ class HFRollout(RolloutCallback):
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.tokenizer.pad_token_id,
             batch_size=self.batch_size,
+            rereads=self.in_flight == "abort",
         )

@@ -73,6 +73,7 @@ class RayRollout(RolloutCallback):
         )
         self.rollout = rollout
         self._actors = rollout.placement = placement
+        rollout.in_flight = in_flight
         # `HFRollout` samples no canary in the training process, where its engine is not now.
         self._canary = rollout._canary or self._canary
 

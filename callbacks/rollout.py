@@ -328,9 +328,6 @@ class RolloutCallback(Callback):
             self._queue.begin_version(self._weights_version, module.trainer.global_step)
         with self._alone(module):
             self.sync_weights(module)
-            if self.in_flight == "abort":
-                assert self._engine is not None
-                self._engine.drop_caches()
 
     @contextmanager
     def _alone(self, module: PostTrainingModule) -> Iterator[None]:

@@ -214,6 +214,7 @@ class VLLMRollout(RolloutCallback):
             makes_text=any(each.stop or each.guide is not None for each in self._samplings.values()),
             guides={f"rollout.{name}.guide": s.guide for name, s in self._samplings.items() if s.guide is not None},
             speculation=self.speculation,
+            rereads=self.in_flight == "abort",
         )
 
     @override

@@ -82,7 +82,9 @@ def test_two_replicas_answer_three_callers_as_their_own_engines_would(callers, t
 
 @pytest.fixture(scope="module")
 def bench(joined_cluster, tiny_folder):
-    engine = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=ENDS, pad_token_id=0, deadline=1.0)
+    engine = HFEngine(
+        ModelConfig(path=str(tiny_folder)), eos_token_ids=ENDS, pad_token_id=0, deadline=1.0, rereads=True
+    )
     engines = RayEngines(engine, Demand(option="rollout.num_replicas", count=2, cpus=1.0), grace=9.0)
     engines.start(CPU)
     yield Bench(tiny_folder, engines, lambda: engine_pids(engines))

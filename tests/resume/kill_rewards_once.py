@@ -12,8 +12,8 @@ from tests.run_rewards import same_on_even_rows as share
 
 def same_on_even_rows(sample):
     """Share of even characters, but on every other row the same for all responses."""
-    killed = Path(f"killed worker of {os.getppid()}")
-    if not is_trial(sample) and not killed.exists():
-        killed.touch()
+    order = Path("kill a reward worker")
+    if not is_trial(sample) and order.exists():
+        order.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return share(sample)

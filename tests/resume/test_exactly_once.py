@@ -56,6 +56,7 @@ class Witness(Callback):
 def train(algorithm: str, strategy: str, model: Path, prompts: Path, kill: Kill | None) -> None:
     """Goes on with what lies in the working directory; each attempt's engine dies once, and its reward worker."""
     seed_everything(3, verbose=False)
+    Path("kill a reward worker").touch()
     actor = make_model_config(model)
     parts = {"critic": CriticConfig(model=actor), "advantage": GAE()}
     if algorithm == "grpo":

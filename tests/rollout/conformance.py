@@ -136,7 +136,7 @@ def check_completions_tell_the_version_of_their_weights(bench: Bench) -> None:
 
 
 def check_responses_on_their_way_go_on_with_new_weights(bench: Bench) -> None:
-    """Each token has the log-prob that the weights of its version gave it, from whatever was read before."""
+    """Each token has the log-prob that the weights of its version give it: the engine reads all anew with new ones."""
     sampling = dataclasses.replace(SAMPLING, max_new_tokens=48)
     requests = make_requests(*make_prompts((9, 4, 7, 12), num_samples=16), sampling)
     background, changed = Background(), changed_weights(bench)
@@ -144,7 +144,6 @@ def check_responses_on_their_way_go_on_with_new_weights(bench: Bench) -> None:
     background.submit(turns(6)).result()  # some tokens are there, where the engine is in this process
     with background.paused():
         bench.engine.load_weights(changed, 2)
-        bench.engine.drop_caches()
     completions = answers.result()
     background.stop()
 

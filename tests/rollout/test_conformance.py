@@ -29,7 +29,7 @@ class ForkedEngine(ProcessEngine):
 
 
 def make_engine(folder, **options):
-    return HFEngine(ModelConfig(path=str(folder)), eos_token_ids=ENDS, pad_token_id=PAD, **options)
+    return HFEngine(ModelConfig(path=str(folder)), eos_token_ids=ENDS, pad_token_id=PAD, rereads=True, **options)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_process(folder):
-    engine = make_vllm_engine(folder, eos_token_ids=ENDS, makes_text=True)
+    engine = make_vllm_engine(folder, eos_token_ids=ENDS, makes_text=True, rereads=True)
     engine.start(CPU)
     yield Bench(folder, engine)
     engine.stop()
@@ -29,7 +29,7 @@ def in_process(folder):
 
 @pytest.fixture(scope="module")
 def beside(folder):
-    engine = ProcessEngine(make_vllm_engine(folder, eos_token_ids=ENDS, makes_text=True).recipe())
+    engine = ProcessEngine(make_vllm_engine(folder, eos_token_ids=ENDS, makes_text=True, rereads=True).recipe())
     engine.start(CPU)
     yield Bench(folder, engine, lambda: [engine.pid])
     engine.stop()

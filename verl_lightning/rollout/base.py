@@ -189,7 +189,7 @@ class Engine(Protocol):
         """Replace the policy's weights by these, under their Hugging Face names.
 
         Prompts that come later find nothing that was cached from the old weights. Responses that are on their way go
-        on, with what they have read; `drop_caches` has them read it anew.
+        on, with what they have read, or read it anew, as the engine was told when it was made.
         """
 
     async def generate(self, request: Request) -> Completion:

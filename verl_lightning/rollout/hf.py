@@ -50,6 +50,7 @@ class HFEngine(SteppingEngine):
         pad_token_id: Token that fills the padding of shorter sequences.
         batch_size: Most sequences sampled at once.
         deadline: Most seconds from a request to its completion, where the engine is in another process.
+        rereads: True has responses on their way read all that they have anew when weights change.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HFEngine(SteppingEngine):
         pad_token_id: int,
         batch_size: int = 1024,
         deadline: float = 1800.0,
+        rereads: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -67,6 +69,7 @@ class HFEngine(SteppingEngine):
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
         self.deadline = deadline
+        self.rereads = rereads
         self._model: PreTrainedModel | None = None
         self._version = 0
         self._waiting: deque[Row] = deque()
@@ -116,6 +119,8 @@ class HFEngine(SteppingEngine):
         if missing := parameters.keys() - loaded:
             raise InternalValueError(f"the policy did not send {len(missing)} weights, such as `{min(missing)}`.")
         self._version = version
+        if self.rereads:
+            self.drop_caches()
 
     def add(self, key: int, request: Request) -> None:
         """Let a request wait for its place; see `SteppingEngine.add`."""

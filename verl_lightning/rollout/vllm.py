@@ -142,7 +142,7 @@ class VLLMEngine(SteppingEngine):
 
     def _begin_version(self, version: int) -> None:
         """Tell tokens and prompts of the new weights from those of the old."""
-        if not self._late:
+        if not self._late or self.config.rereads:
             self.drop_caches()  # else their salt alone keeps new prompts from finding old ones
         lengths = compat.response_lengths(self._running) if self._late else {}
         for key, late in self._late.items():

@@ -110,5 +110,8 @@ class VLLMConfig:
     speculation: SpeculationConfig | None = None
     """Settings of speculative decoding; None guesses no tokens ahead."""
 
+    rereads: bool = False
+    """True has responses on their way read all that they have anew when weights change."""
+
     transfer: Transfer = "host"
     """Route of the weights from another process; ``host`` takes them from `VLLMEngine.load_weights`."""
