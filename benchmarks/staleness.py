@@ -43,7 +43,7 @@ def train(workdir: Path, bound: int, seed: int, steps: int) -> list[tuple[int, f
     if bound:
         words += ["--model.corrections", '["TruncatedImportanceSampling"]']
     run(workdir, *words)
-    metrics = max((workdir / "runs/quickstart" / name).glob("version_*/metrics.csv"))
+    metrics = max((workdir / "runs/quickstart" / name).glob("*/metrics.csv"))
     with metrics.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/reward")]
     return [(int(row["step"]) + 1, float(row["val/reward"])) for row in rows]
