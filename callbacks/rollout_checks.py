@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from verl_lightning.data.loader import TrainLoader
+from verl_lightning.callbacks.rollout_queue import OrderedLoader
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 
@@ -86,7 +86,7 @@ def check_order(trainer: Trainer, max_staleness: int) -> None:
         MisconfigurationException: If the training loader is not ours.
     """
     loader = trainer.train_dataloader
-    if not isinstance(loader, TrainLoader):
+    if not isinstance(loader, OrderedLoader):
         raise MisconfigurationException(
             f"`rollout.max_staleness: {max_staleness}` samples batches before their turn, but a"
             f" `{type(loader).__name__}` does not tell them. Train with a `PromptDataModule`, or set it to 0."

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Trainer
 
-from verl_lightning.data.loader import TrainLoader
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.background import Background
@@ -27,6 +26,17 @@ InFlight = Literal["finish", "continue", "abort"]
 
 Prompt = tuple[int, int]
 """A prompt's epoch and its row of the data files; each is trained on once."""
+
+
+@runtime_checkable
+class OrderedLoader(Protocol):
+    """A loader whose batches are known before it yields them, as those of `TrainLoader` are."""
+
+    def upcoming(self) -> Iterator[tuple[int, PromptBatch]]:
+        """Yields the epoch and the batch that was handed out last, and then those that will be, without end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: a text that tells the rows from others, among other things."""
 
 
 class Ticket:
@@ -90,10 +100,10 @@ class RolloutQueue:
 
     def coming(self, trainer: Trainer) -> Iterable[tuple[int, int, PromptBatch]]:
         """Yields what may be asked for now beside the batches that are: steps ahead, epoch and batch."""
-        loader = cast(TrainLoader, trainer.train_dataloader)
+        loader = cast(OrderedLoader, trainer.train_dataloader)
         batches = enumerate(loader.upcoming())
         for ahead, (epoch, batch) in islice(batches, len(self.tickets), self.max_staleness + 1):
-            yield ahead, epoch, cast(PromptBatch, batch)
+            yield ahead, epoch, batch
 
     def add(self, ticket: Ticket, step: int) -> None:
         """Take one more batch, with what a checkpoint holds of it unless that is too old.
@@ -214,5 +224,5 @@ def death_in(answer: Future[list[Completion]]) -> EngineDiedError | None:
 
 def digest_of_rows(trainer: Trainer) -> str:
     """Returns a text that tells the training rows from others."""
-    loader = cast(TrainLoader, trainer.train_dataloader)
+    loader = cast(OrderedLoader, trainer.train_dataloader)
     return str(loader.state_dict()["rows"])
