@@ -20,6 +20,7 @@ PHASE_NAMES = {
     "ref": "reference",
     "values": "values",
     "adv": "advantages",
+    "teacher": "teacher",
     "update_critic": "critic update",
     "update_actor": "actor update",
     "forward_backward": "forward and backward",

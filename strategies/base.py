@@ -30,7 +30,7 @@ from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.router_replay import RouterReplay
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.size import Compute, ModelSize
-from verl_lightning.models.weights import as_type, merged_weights
+from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.host_groups import host_group
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
@@ -52,6 +52,9 @@ class PostTrainingStrategy:
 
     holds_whole_models = True
     """True where each rank has all weights of the models."""
+
+    distils = True
+    """True where models can tell their distributions, and compare with those of others."""
 
     lightning_module: LightningModule | None
     precision_plugin: Precision
@@ -189,6 +192,11 @@ class PostTrainingStrategy:
             dtype: Type to which they are rounded before ranks send one another their parts; None leaves their own.
         """
         return ((name, as_type(weight, dtype)) for name, weight in merged_weights(model.backbone))
+
+    def output_head(self, model: TokenScorer) -> Tensor:
+        """Return the whole weight of a policy's output head, without gradient. Collective."""
+        head: nn.Linear = model.backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return whole(head.weight.detach()).to(self.root_device)
 
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:
         """Return the weights that LoRA trains, whole, under the names of a PEFT adapter file. Collective."""

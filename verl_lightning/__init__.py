@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         UpdateConfig,
         ValidationConfig,
     )
+    from verl_lightning.modules.teacher_config import TeacherConfig
     from verl_lightning.rewards.base import RewardSample
     from verl_lightning.rewards.config import RewardConfig, WeightedReward
     from verl_lightning.rollout.base import SamplingConfig
@@ -124,6 +125,7 @@ _NAMES = {
         "UpdateConfig",
         "ValidationConfig",
     ),
+    "modules.teacher_config": ("TeacherConfig",),
     "rewards": ("RewardSample",),
     "rewards.config": ("RewardConfig", "WeightedReward"),
     "rollout.base": ("SamplingConfig",),

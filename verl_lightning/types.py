@@ -56,11 +56,29 @@ class TokenBatch:
 
     experts: Int[Tensor, "batch sequence layers chosen"] | None = None
     """Experts of a mixture that each token goes to again, -1 where its router chooses; None replays nothing."""
+    teacher_index: Int[Tensor, " batch"] | None = None
+    """Teacher of each sequence; -1 for none. None where nothing is distilled."""
+
+    teacher_hidden: Float[Tensor, "batch response hidden"] | None = None
+    """What the teacher's output head reads for each response token; None where its most probable tokens are given."""
+
+    teacher_top_ids: Int[Tensor, "batch response listed"] | None = None
+    """The teacher's most probable tokens in the place of each response token."""
+
+    teacher_top_log_probs: Float[Tensor, "batch response listed"] | None = None
+    """Log-probs of ``teacher_top_ids`` at ``temperature``, in nats; ``-inf`` fills up shorter lists."""
 
     @property
     def counts(self) -> Bool[Tensor, " examples"]:
         """True for examples that are learnt from: not those that only fill up a batch."""
         return self.response_mask.any(-1).view(-1, self.rows_per_example).all(-1)
+
+    @property
+    def taught_mask(self) -> Bool[Tensor, "batch response"]:
+        """True on the tokens that are trained on and have a teacher."""
+        if self.teacher_index is None:
+            return torch.zeros_like(self.response_mask)
+        return self.response_mask & (self.teacher_index >= 0).unsqueeze(-1)
 
     @property
     def response_ids(self) -> Int[Tensor, "batch response"]:
@@ -171,6 +189,17 @@ class Scores:
 
     experts: Int[Tensor, "batch sequence layers chosen"] | None = None
     """Experts that each token of the sequences went to, -1 on padding; None if they were not recorded."""
+    divergence: Float[Tensor, "batch response"] | None = None
+    """Divergence from the teacher's distribution of each response token, in nats, float32; 0 without a teacher."""
+
+    hidden: Float[Tensor, "batch response hidden"] | None = None
+    """What the output head reads for each response token, of models that are teachers."""
+
+    top_ids: Int[Tensor, "batch response listed"] | None = None
+    """The most probable tokens in the place of each response token, of models that are teachers."""
+
+    top_log_probs: Float[Tensor, "batch response listed"] | None = None
+    """Log-probs of ``top_ids``, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True)

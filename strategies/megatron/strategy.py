@@ -82,6 +82,7 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     """
 
     _own_precision: Precision | None = None
+    distils = False
 
     def __init__(
         self,

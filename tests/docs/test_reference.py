@@ -12,6 +12,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
     "reference.md",
+    "reference/distillation.yaml",
     "reference/dpo.yaml",
     "reference/grpo.yaml",
     "reference/ppo.yaml",

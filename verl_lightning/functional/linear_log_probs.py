@@ -60,8 +60,8 @@ class _LinearLogProbs(torch.autograd.Function):
         ids = labels.flatten()
         # Whole tensors of the labels' shape, no views: FSDP2 hangs its backward hooks on them.
         columns = [torch.empty(labels.shape, device=hidden.device) for _ in range(3)]
-        for rows in _chunks(len(hidden), len(weight), compiled):
-            parts = forward_chunk(_logits(hidden[rows], weight), ids[rows], temperature, with_entropy)
+        for rows in chunks(len(hidden), len(weight), chunk_numel(compiled=compiled)):
+            parts = forward_chunk(linear_logits(hidden[rows], weight), ids[rows], temperature, with_entropy)
             for column, part in zip(columns, parts, strict=True):
                 column.view(-1)[rows] = part
         log_probs, entropy, log_normalizer = columns
@@ -78,25 +78,27 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Summed in float32, whatever the type of the weights.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(hidden), len(weight), compiled):
-            logits, numbers = _logits(hidden[rows], weight), (column[rows] for column in columns)
+        for rows in chunks(len(hidden), len(weight), chunk_numel(compiled=compiled)):
+            logits, numbers = linear_logits(hidden[rows], weight), (column[rows] for column in columns)
             grad = backward_chunk(logits, *numbers, temperature, with_entropy, weight.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden[rows])
+                add_product(grad_weight, grad.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _logits(hidden: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
-    """In float32, as the products are summed."""
+def linear_logits(
+    hidden: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]
+) -> Float[Tensor, "rows vocab"]:
+    """Logits of a linear head without bias: in float32, as the products are summed."""
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return hidden.float() @ weight.float().T
 
 
-def _add_product(total: Float[Tensor, "vocab hidden"], left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` in place, in float32."""
+def add_product(total: Float[Tensor, "vocab hidden"], left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to a float32 tensor in place, without rounding in between."""
     with torch.autocast(total.device.type, enabled=False):
         if total.is_cuda and left.dtype != torch.float32:
             torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
@@ -109,7 +111,8 @@ def chunk_numel(*, compiled: bool) -> int:
     return _FUSED_CHUNK_NUMEL if compiled else _CHUNK_NUMEL
 
 
-def _chunks(length: int, vocab: int, compiled: bool) -> list[slice]:
-    width = max(1, chunk_numel(compiled=compiled) // vocab)
+def chunks(length: int, vocab: int, numel: int) -> list[slice]:
+    """Cuts rows so that no part has more logits than ``numel``, or one row."""
+    width = max(1, numel // vocab)
     width -= width % 256 if width > 256 else 0  # whole tiles of the matrix products
     return [slice(start, start + width) for start in range(0, max(1, length), width)]

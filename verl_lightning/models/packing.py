@@ -103,9 +103,9 @@ class PackedTokens:
             max_length=max(self.max_length, length),
         )
 
-    def unpack(self, scores: Float[Tensor, "1 scored"]) -> Float[Tensor, "batch response"]:
+    def unpack(self, scores: Float[Tensor, "1 scored *kind"]) -> Float[Tensor, "batch response *kind"]:
         """Puts scores, of all ranks that share the row, in the batch's columns; 0 where ``response_mask`` is False."""
-        columns = scores.new_zeros(self.shape).index_put(self.target, scores.squeeze(0))
+        columns = scores.new_zeros(*self.shape, *scores.shape[2:]).index_put(self.target, scores.squeeze(0))
         return columns if self.part is None else sum_over_group(columns, self.part.group)
 
     def model_inputs(self, *, has_kernel: bool) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from verl_lightning.models.lora import adapters_off, add_adapters
 from verl_lightning.models.packing import pack, true_positions
 from verl_lightning.models.pretrained import AutoClass, make_model, read_config, read_model
 from verl_lightning.models.router_replay import OWN_CHOICE, RouterReplay
+from verl_lightning.models.teaching import Comparison, Lesson, output_weight
 from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.weight_files import check_readable, stored_weight
 from verl_lightning.types import Scores, TokenBatch
@@ -76,6 +77,8 @@ class TokenScorer(nn.Module):
         self.sequence_group: dist.ProcessGroup | None = None  # ranks that share each packed row; the strategy says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
         self.router_replay: RouterReplay | None = None  # set by modules that replay the experts of a mixture
+        self.lesson: Lesson | None = None  # of a teacher, set by modules that distil
+        self.comparison: Comparison | None = None  # of a student, likewise; read for batches with a teacher's words
 
     def forward(self, batch: TokenBatch, with_entropy: bool = False) -> Scores:
         """Score the response tokens, each predicted from the position before it.
@@ -116,7 +119,7 @@ class TokenScorer(nn.Module):
             return Scores(values=self._values(hidden))
         if (output_head := self._linear_head()) is not None:
             hidden = self.backbone.base_model(**inputs).last_hidden_state[:, -num_positions:-1]
-            scores = self._from_hidden(hidden, output_head.weight, batch.response_ids, batch.temperature, with_entropy)
+            scores = self._from_hidden(hidden, output_head, batch.response_ids, batch, None, with_entropy)
         else:
             needs_hidden = self.value_head is not None
             output = self.backbone(**inputs, logits_to_keep=num_positions, output_hidden_states=needs_hidden)
@@ -137,7 +140,7 @@ class TokenScorer(nn.Module):
             return Scores(values=packed.unpack(self._values(hidden)))
         if output_head is not None:
             hidden = packed.predicting(self.backbone.base_model(**inputs).last_hidden_state)
-            scores = self._from_hidden(hidden, output_head.weight, packed.labels, batch.temperature, with_entropy)
+            scores = self._from_hidden(hidden, output_head, packed.labels, batch, packed.target, with_entropy)
         else:
             needs_hidden = self.value_head is not None
             output = self.backbone(**inputs, logits_to_keep=packed.predictors, output_hidden_states=needs_hidden)
@@ -200,19 +203,29 @@ class TokenScorer(nn.Module):
         return head if is_plain and self.backbone.config.model_type in PLAIN_HEADS else None
 
     def _from_hidden(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        labels: Tensor,
+        batch: TokenBatch,
+        target: tuple[Tensor, Tensor] | None,
+        with_entropy: bool,
     ) -> Scores:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        hidden, weight = output_weight(head, hidden)
         log_probs, entropy = linear_log_probs(
-            hidden.to(dtype),
-            weight.to(dtype),
+            hidden,
+            weight,
             labels,
-            temperature=temperature,
+            temperature=batch.temperature,
             with_entropy=with_entropy,
             compiled=self.is_compiled,
         )
-        return Scores(log_probs=log_probs, entropy=entropy if with_entropy else None)
+        scores = Scores(log_probs=log_probs, entropy=entropy if with_entropy else None)
+        if self.lesson is not None:
+            scores = self.lesson.added(scores, hidden, weight, batch.temperature)
+        if self.comparison is not None and batch.teacher_index is not None:
+            scores = replace(scores, divergence=self.comparison.divergence(hidden, weight, batch, target))
+        return scores
 
     def _from_logits(self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> Scores:
         compiled = self.is_compiled

@@ -33,6 +33,9 @@ class ModelRole(NamedTuple):
     key: str = "model.actor"
     """Key of the model in the user's settings."""
 
+    is_kept: bool = False
+    """True if the weights change without an optimizer, so that checkpoints must hold them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:

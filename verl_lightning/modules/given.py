@@ -41,13 +41,13 @@ def as_model(given: ModelConfig | str, lr: float | None) -> ModelConfig:
         return replace(model, optim=replace(model.optim, lr=lr))
 
 
-def as_reward(given: RewardConfig | str | Callable[..., Any]) -> RewardConfig:
-    """Returns the settings of a reward.
+def as_reward(given: RewardConfig | str | Callable[..., Any] | None) -> RewardConfig | None:
+    """Returns the settings of a reward; None where nothing is judged.
 
     Args:
         given: The settings, the name of a function, or a function.
     """
-    if isinstance(given, RewardConfig):
+    if given is None or isinstance(given, RewardConfig):
         return given
     return RewardConfig(function=given)  # type: ignore[arg-type]  # which takes a function too
 

@@ -196,6 +196,18 @@ def with_episodes(
     )
 
 
+def unjudged(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> RewardResult:
+    """Makes the result of a rollout that nobody judges: reward 0 for every response."""
+    return RewardResult(
+        responses=response_texts(rollout, tokenizer, skip_special_tokens=True),
+        rewards=torch.zeros(len(rollout), device=rollout.input_ids.device),
+        is_valid=rollout.response_mask.any(-1),
+        components={},
+        num_errors=0,
+        num_timeouts=0,
+    )
+
+
 def response_texts(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> list[str]:
     """Returns each response as text, without padding."""
     lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()

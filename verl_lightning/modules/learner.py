@@ -10,14 +10,23 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 
 from verl_lightning.algorithms.losses.base import PolicyLoss
+from verl_lightning.functional.normalizer import Aggregation
 from verl_lightning.metrics import MetricTable, mean, total
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.micro_batches import BatchSplitter, SplitBatch
-from verl_lightning.modules.objectives import Normalizer, PolicyObjective, SharedObjective, ValueObjective
+from verl_lightning.modules.objectives import (
+    DistillationTerm,
+    Normalizer,
+    PolicyObjective,
+    SharedObjective,
+    ValueObjective,
+)
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience, with_lengths
@@ -41,6 +50,7 @@ class MiniBatch(NamedTuple):
 
     experience: Experience
     normalizer: Normalizer
+    distillation: DistillationTerm | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +81,9 @@ class Learner:
     kl_coef: float
     """Current weight of the KL penalty."""
 
+    teacher: TeacherConfig | None
+    """Options of the divergence from a teacher; None without one."""
+
     max_response_length: int
     """The fixed length of ``seq-mean-token-sum-norm``, in tokens."""
 
@@ -96,17 +109,26 @@ class Learner:
         """Yields mini-batches, which hold the same prompts for any number of ranks."""
         size = self.plan.mini_batch_sequences_per_rank
         parts = [experience.select(slice(start, start + size)) for start in range(0, len(experience), size)]
-        masks = [part.response_mask for part in parts]
+        masks = [mask for part in parts for mask in (part.response_mask, part.taught_mask)]
         counts = torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in masks])
-        totals = self.contract.sum_over_data_parallel(counts)
-        for part, (num_tokens, num_sequences) in zip(parts, totals, strict=True):
-            normalizer = Normalizer(
-                aggregation=self.plan.update.aggregation,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-                max_response_length=self.max_response_length,
-            )
-            yield MiniBatch(part, normalizer)
+        totals = self.contract.sum_over_data_parallel(counts).view(-1, 2, 2)
+        for part, (trained, taught) in zip(parts, totals, strict=True):
+            term = self._distillation(*taught)
+            yield MiniBatch(part, self._normalizer(self.plan.update.aggregation, *trained), term)
+
+    def _distillation(self, num_tokens: Tensor, num_sequences: Tensor) -> DistillationTerm | None:
+        if self.teacher is None:
+            return None
+        normalizer = self._normalizer(self.teacher.aggregation, num_tokens, num_sequences)
+        return DistillationTerm(normalizer=normalizer, coef=self.teacher.coef)
+
+    def _normalizer(self, aggregation: Aggregation, num_tokens: Tensor, num_sequences: Tensor) -> Normalizer:
+        return Normalizer(
+            aggregation=aggregation,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_response_length=self.max_response_length,
+        )
 
     def _actor_updates(self, mini_batches: list[MiniBatch], table: MetricTable) -> Iterator[Update]:
         if self.warms_up_critic:
@@ -137,6 +159,7 @@ class Learner:
             kl=self.kl,
             kl_coef=self.kl_coef,
             entropy_coef=self.plan.update.entropy_coef,
+            distillation=batch.distillation,
             is_on_policy=is_first and self.plan.update.old_log_probs == "trainer",
         )
         if self.critic_config is None or "critic" in self.roles:

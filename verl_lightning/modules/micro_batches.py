@@ -120,7 +120,7 @@ def split_micro_batches(batch: BatchT, size: int) -> list[BatchT]:
 
 def join_columns(parts: list[Tensor], width: int) -> Tensor:
     """Scores of micro-batches as one tensor of ``width`` response columns, 0 where a micro-batch was cut."""
-    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+    return torch.cat([F.pad(part, ((0, 0) * (part.dim() - 2)) + (0, width - part.shape[1])) for part in parts])
 
 
 def _runs(batch: TokenBatch, size: int) -> list[slice]:

@@ -50,8 +50,26 @@ class Normalizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationTerm:
+    """Divergence from a teacher."""
+
+    normalizer: Normalizer
+    """Totals of the optimizer step's tokens that have a teacher."""
+
+    coef: float
+    """Weight beside the policy loss."""
+
+    def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
+        """This micro-batch's share of the loss."""
+        assert scores.divergence is not None
+        mask = batch.taught_mask
+        share = self.normalizer(scores.divergence, mask)
+        return self.coef * share, {"actor/distillation_loss": self.normalizer.metric(share, mask)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyObjective:
-    """Policy loss, KL penalty and entropy bonus."""
+    """Policy loss, KL penalty, entropy bonus and divergence from a teacher."""
 
     policy_loss: PolicyLoss
     """Loss of each response token."""
@@ -70,6 +88,9 @@ class PolicyObjective:
 
     is_on_policy: bool
     """True if the policy has not been updated since the responses were scored: its ratios must be 1."""
+
+    distillation: DistillationTerm | None = None
+    """Divergence from a teacher; None without one."""
 
     def __call__(self, scores: Scores, batch: Experience) -> tuple[Tensor, Mapping[str, Metric]]:
         """This micro-batch's share of the loss."""
@@ -92,6 +113,9 @@ class PolicyObjective:
         if self.entropy_coef:
             assert scores.entropy is not None
             share = share - self.entropy_coef * self.normalizer(scores.entropy, mask)
+        if self.distillation is not None:
+            distilled, told = self.distillation(scores, batch)
+            share, metrics = share + distilled, {**metrics, **told}
         return share, metrics
 
 

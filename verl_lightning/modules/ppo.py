@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -24,6 +25,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
+from verl_lightning.modules.distillation import Distillation
 from verl_lightning.modules.episodes import episode_metrics
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
@@ -37,6 +39,7 @@ from verl_lightning.modules.ppo_checks import (
     check_ppo_callback,
     check_rewards,
     check_sampling,
+    check_teacher,
     check_trainer,
 )
 from verl_lightning.modules.ppo_config import (
@@ -49,9 +52,12 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
     ppo_roles,
 )
+from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
+from verl_lightning.modules.teacher import NoAdvantages
+from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.modules.timed_saves import TimedSaves
 from verl_lightning.options import typed
 from verl_lightning.rewards.config import RewardConfig
@@ -82,10 +88,13 @@ class PPOModule(SamplingModule):
         actor: The policy; a text is its ``path``.
         reward: Reward function that judges responses, and its limits; a text is its ``function``. In Python also the
             function itself, wherever it is defined; it goes to the reward workers as it is when the module is made.
-        advantage: Estimator that turns rewards into advantages, such as ``GAE`` or ``GRPO``.
+            Null judges nothing: for a policy that learns from its ``teacher`` alone.
+        advantage: Estimator that turns rewards into advantages, such as ``GAE`` or ``GRPO``; null learns from the
+            ``teacher`` alone, and rewards are only measured.
         policy_loss: Loss of each response token.
         critic: The value model; for estimators that need one, null otherwise.
         kl: Penalty for leaving a frozen reference; null needs no reference.
+        teacher: A model to whose distributions the policy is drawn at each response token (on-policy distillation).
         corrections: Corrections for the difference between the engine's policy and the trainer's, such as
             ``TruncatedImportanceSampling``; applied side by side.
         shaping: Cost of long responses.
@@ -102,11 +111,12 @@ class PPOModule(SamplingModule):
     def __init__(
         self,
         actor: ModelConfig | str,
-        reward: RewardConfig | str | Callable[..., Any],
-        advantage: AdvantageEstimator | str,
+        reward: RewardConfig | str | Callable[..., Any] | None = None,
+        advantage: AdvantageEstimator | str | None = None,
         policy_loss: PolicyLoss | str | None = None,
         critic: CriticConfig | None = None,
         kl: KLConfig | None = None,
+        teacher: TeacherConfig | None = None,
         corrections: list[RolloutCorrection | str] | None = None,
         shaping: ShapingConfig = ShapingConfig(),
         dynamic_sampling: DynamicSamplingConfig | None = None,
@@ -116,7 +126,9 @@ class PPOModule(SamplingModule):
         lr: float | None = None,
     ) -> None:
         super().__init__(actor := as_model(actor, lr), as_reward(reward), validation)
-        advantage, chosen = as_advantage(advantage), as_corrections(corrections or [])
+        check_teacher(teacher, reward, advantage, dynamic_sampling)
+        advantage = NoAdvantages() if advantage is None else as_advantage(advantage)
+        chosen = as_corrections(corrections or [])
         check_parts(advantage, critic, update)
         check_options(advantage, chosen, dynamic_sampling, update, kl, shaping)
         self.automatic_optimization = False
@@ -125,6 +137,7 @@ class PPOModule(SamplingModule):
         self.critic_config = critic
         self.kl = kl
         self.kl_coef = kl.coef if kl else 0.0
+        self.distillation = Distillation(teacher, actor) if teacher else None
         self.corrections = chosen
         self.shaping = shaping
         self.gathering = GatherGroups(dynamic_sampling) if dynamic_sampling else None
@@ -133,6 +146,7 @@ class PPOModule(SamplingModule):
         self.critic: TokenScorer | None = None
         self.plan: BatchPlan | None = None
         self._reference: tuple[TokenScorer, ...] = ()  # a tuple hides it from state dicts and optimizers
+        self.teacher: TokenScorer | None = None  # an older policy, which checkpoints hold
 
     @property
     @override
@@ -149,7 +163,8 @@ class PPOModule(SamplingModule):
     @property
     @override
     def roles(self) -> list[ModelRole]:
-        return ppo_roles(self.policy_config, self.critic_config, self.kl)
+        teachers = self.distillation.roles if self.distillation else []
+        return ppo_roles(self.policy_config, self.critic_config, self.kl) + teachers
 
     pass_key = "model.update.max_tokens_per_micro_batch"
 
@@ -164,6 +179,7 @@ class PPOModule(SamplingModule):
         used = {
             "old_log_prob": self.update.old_log_probs == "trainer",
             "ref": self.kl is not None,
+            "teacher": self.distillation is not None,
             "values": self.critic_config is not None,
             "update_critic": self.critic_config is not None and self.critic_config.model is not None,
         }
@@ -205,10 +221,13 @@ class PPOModule(SamplingModule):
     def configure_model(self) -> None:
         if self.actor is not None:
             return
+        if self.distillation is not None:
+            self.distillation.check(self)
         models = {}
         for role in self.roles:
-            with told_of("model.critic.model" if role.name == "critic" else "model.actor"):
-                models[role.name] = self.contract.make_model(role.config, role.head, trainable=role.trainable)
+            with told_of(role.key):
+                is_kept = role.trainable or role.is_kept
+                models[role.name] = self.contract.make_model(role.config, role.head, trainable=is_kept)
                 models[role.name].disable_dropout()
         self.actor, self.critic = models["actor"], models.get("critic")
         self._reference = tuple(models[name] for name in models.keys() & {"reference"})
@@ -216,6 +235,8 @@ class PPOModule(SamplingModule):
         self.actor.scores_squares = self.advantage.needs_sum_squared_probs
         if self.update.router_replay is not None:
             self.actor.router_replay = self.contract.make_router_replay(self.actor)
+        if self.distillation is not None:
+            self.teacher = self.distillation.take(models, self.actor)
 
     @property
     @override
@@ -224,9 +245,16 @@ class PPOModule(SamplingModule):
         return bool(self._reference)
 
     @override
+    def find_identities(self) -> dict[str, Identity]:
+        found = super().find_identities()
+        if self.distillation is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            found |= self.distillation.identities()
+        return found
+
+    @override
     def told_settings(self) -> dict[str, Any]:
         kl = {} if self.kl is None else {f"model.kl.{name}": value for name, value in asdict(self.kl).items()}
-        return super().told_settings() | kl
+        return super().told_settings() | kl | (self.distillation.settings() if self.distillation else {})
 
     @override
     def configure_optimizers(self) -> Any:
@@ -270,6 +298,10 @@ class PPOModule(SamplingModule):
         table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
         experience, metrics = self._experience_maker().make(scored.rollout, scored.reward_result, greedy, self.kl_coef)
         table.add(metrics)
+        if self.distillation is not None:
+            asked = [batch.rows[index] for index in scored.rollout.prompt_index.tolist()]
+            with self.phase("teacher"):
+                experience = self.distillation.teach(self, self._splitter(), experience, asked)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExperienceListener):
                 rows = batch.rows if self.gathering is None else None
@@ -354,6 +386,7 @@ class PPOModule(SamplingModule):
             critic_config=self.critic_config,
             kl=self.kl if self.kl is not None and self.kl.place == "loss" else None,
             kl_coef=self.kl_coef,
+            teacher=self.distillation.config if self.distillation else None,
             max_response_length=self.rollout_source.sampling.max_new_tokens,
             warms_up_critic=self.trainer.global_step < (self.critic_config.warmup_steps if self.critic_config else 0),
             phase=self.phase,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +13,7 @@ from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.faults import RunError
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
+from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.rollout.base import SamplingConfig
 
 
@@ -69,6 +71,33 @@ def check_options(
         raise ValueError(
             f"`model.kl.place: reward` lowers the score, which `{name}` does not read. Set `model.kl.place: loss`, or"
             " `model.kl: null`."
+        )
+
+
+def check_teacher(
+    teacher: TeacherConfig | None,
+    reward: Any,
+    advantage: AdvantageEstimator | str | None,
+    dynamic_sampling: DynamicSamplingConfig | None,
+) -> None:
+    """Refuse a policy that learns from nothing, and a teacher whose responses are dropped.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    if teacher is None and advantage is None:
+        raise ValueError(
+            "`PPOModule` needs `model.advantage`, such as `GRPO`, or a `model.teacher`: there is nothing to learn from."
+        )
+    if reward is None and advantage is not None:
+        raise ValueError(
+            "`PPOModule` needs `model.reward`, which `model.advantage` turns into advantages. Set it, or"
+            " `model.advantage: null` to learn from `model.teacher` alone."
+        )
+    if teacher is not None and dynamic_sampling is not None:
+        raise ValueError(
+            "`model.dynamic_sampling` drops groups without signal, from which `model.teacher` could still teach. Take"
+            " one of them out."
         )
 
 

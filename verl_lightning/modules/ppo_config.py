@@ -19,6 +19,7 @@ PHASES = (
     "ref",
     "values",
     "adv",
+    "teacher",
     "update_critic",
     "update_actor",
     METRICS,

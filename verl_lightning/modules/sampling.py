@@ -15,7 +15,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import Judge, RewardResult, response_texts
+from verl_lightning.modules.judge import Judge, RewardResult, response_texts, unjudged
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -81,11 +81,11 @@ class SamplingModule(PostTrainingModule):
 
     Args:
         policy_config: The policy's model.
-        reward: Reward function that judges responses, and its limits.
+        reward: Reward function that judges responses, and its limits; None judges nothing.
         validation: Metrics of validation prompts.
     """
 
-    def __init__(self, policy_config: ModelConfig, reward: RewardConfig, validation: ValidationConfig) -> None:
+    def __init__(self, policy_config: ModelConfig, reward: RewardConfig | None, validation: ValidationConfig) -> None:
         super().__init__(policy_config)
         self.reward_config = reward
         self.validation = validation
@@ -96,7 +96,7 @@ class SamplingModule(PostTrainingModule):
     @override
     def validation_metrics(self) -> set[str] | None:
         names = ["reward", "response_length", "unscored_responses", *(f"pass@{k}" for k in self.validation.pass_k)]
-        parts = [f"reward/{part.label}" for part in self.reward_config.functions]
+        parts = [f"reward/{part.label}" for part in self.reward_config.functions] if self.reward_config else []
         return {f"val/{name}" for name in [*names, *parts]}
 
     @property
@@ -114,7 +114,12 @@ class SamplingModule(PostTrainingModule):
     @property
     def needs_truth(self) -> bool:
         """True if a reward function judges responses, which compares them with a row's ``ground_truth``."""
-        return self.reward_config.function != OF_ENVIRONMENTS
+        return self.reward_config is not None and not self._leaves_rewards
+
+    @property
+    def _leaves_rewards(self) -> bool:
+        """True if environments alone give rewards."""
+        return self.reward_config is not None and self.reward_config.function == OF_ENVIRONMENTS
 
     @property
     def needs_greedy_rollout(self) -> bool:
@@ -127,13 +132,14 @@ class SamplingModule(PostTrainingModule):
         end_tokens = Identity(key="model.actor.path", what="the list of end tokens", shown=ends, digest=ends)
         return {
             **super().find_identities(),
-            **reward_identities(self.reward_config),
+            **(reward_identities(self.reward_config) if self.reward_config else {}),
             "end_tokens": end_tokens,
         }
 
     @override
     def told_settings(self) -> dict[str, Any]:
-        config = self.reward_config
+        if (config := self.reward_config) is None:
+            return super().told_settings()
         reward: dict[str, Any] = {"model.reward.function": config.function and str(config.function)}
         if config.function is None:
             reward = {"model.reward.functions": {part.label: part.weight for part in config.functions}}
@@ -149,12 +155,12 @@ class SamplingModule(PostTrainingModule):
                 f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._check_lengths(stage)
-        if not self.needs_truth and getattr(source, "environment", None) is None:
+        if self._leaves_rewards and getattr(source, "environment", None) is None:
             raise MisconfigurationException(
                 f"`model.reward: {OF_ENVIRONMENTS}` leaves rewards to environments, but there is none. Set"
                 " `rollout.environment`, or name another reward function."
             )
-        if stage == "predict":  # whose rows may lack what rewards need
+        if stage == "predict" or self.reward_config is None:  # whose rows may lack what rewards need
             return
         self._judge = Judge(self.reward_config, self.tokenizer)
         if self.contract.model_parallel_rank == 0:
@@ -248,6 +254,8 @@ class SamplingModule(PostTrainingModule):
     def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Scores responses with the reward function, once for all ranks that see the same data. Collective."""
         contract = self.contract
+        if self.reward_config is None:
+            return unjudged(rollout, self.tokenizer)
         own = self.judge.score(rollout, rows) if contract.model_parallel_rank == 0 else None
         if contract.model_parallel_size > 1:
             own = contract.gather_over_model_parallel(own and own.to(torch.device("cpu")))[0]
