@@ -1,5 +1,6 @@
 """Callbacks: what can be swapped or left out of a run."""
 
+from verl_lightning.callbacks.baseline_validation import BaselineValidation
 from verl_lightning.callbacks.final_validation import FinalValidation
 from verl_lightning.callbacks.health import HealthCheck, HealthMonitor
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
@@ -17,6 +18,7 @@ from verl_lightning.callbacks.vllm_rollout import VLLMRollout
 from verl_lightning.modules.preemption import Preemption
 
 __all__ = [
+    "BaselineValidation",
     "Beside",
     "FinalValidation",
     "HFCheckpoint",

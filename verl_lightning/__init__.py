@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_lightning.callbacks import (
+        BaselineValidation,
         FinalValidation,
         HealthMonitor,
         HFCheckpoint,
@@ -84,6 +85,7 @@ _NAMES = {
     ),
     "algorithms.preferences": ("DPO", "HingeDPO", "IPO", "KTO", "ORPO", "RobustDPO", "SimPO"),
     "callbacks": (
+        "BaselineValidation",
         "FinalValidation",
         "HFCheckpoint",
         "HFRollout",

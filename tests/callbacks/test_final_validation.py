@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.callbacks.conftest import EACH_STEP
 from tests.resume.experiment import read_metrics
-from verl_lightning.callbacks import FinalValidation
+from verl_lightning.callbacks import BaselineValidation, FinalValidation, SamplesTable
 
 
 class Fails(Callback):
@@ -19,6 +21,21 @@ class Fails(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 2:
             raise ValueError("enough")
+
+
+def test_a_baseline_is_validated_and_logged_before_the_first_step(fit, tmp_path):
+    """And no step is counted, nor a checkpoint saved."""
+    logger = CSVLogger(tmp_path, "csv")
+    saves = ModelCheckpoint(tmp_path, "{step}", monitor="val/reward", save_top_k=-1)
+    parts = [BaselineValidation(), SamplesTable(), saves]
+
+    run = fit(*parts, logger=logger, max_steps=2, enable_checkpointing=True, **EACH_STEP)
+
+    rows = [(row["step"], bool(row["val/reward"])) for row in read_metrics(tmp_path / "csv/version_0")]
+    assert rows == [("-1", True), ("0", False), ("0", True), ("1", False), ("1", True)]
+    assert len(run.recorder.validations) == 3
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=1.ckpt", "step=2.ckpt"}
+    assert (Path(logger.log_dir) / "samples/step=0.jsonl").exists()
 
 
 def test_a_run_that_fails_leaves_its_last_validation(fit, tmp_path):

@@ -64,6 +64,15 @@ def log_under_step(trainer: Trainer, step: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
+def validate_now(trainer: Trainer) -> None:
+    """Validate in the midst of training, between two batches."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer.validating = True
+    loop.restarting = False  # else it would skip the batches of its last pass
+    loop.run()
+    trainer.training = True
+
+
 def is_within_validation(loops: dict[str, Any]) -> bool:
     """Tell whether the loops were saved in the middle of a validation, which Lightning then finishes first."""
     batches = loops["epoch_loop.val_loop.batch_progress"]["total"]

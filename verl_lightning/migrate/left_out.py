@@ -172,7 +172,7 @@ LEFT_OUT: list[LeftOut] = [
     *needless("give `--ckpt_path auto` for what verl calls `auto`, `last` to go on with a run", "trainer.resume_mode"),
     *missing("verl's checkpoints are not read; export to a Hugging Face folder and give it as `path`",
              "trainer.resume_from_path", off=()),
-    *missing("run `verl-fit validate` with the same files before training", "trainer.val_before_train"),
+    *missing("add the callback `BaselineValidation` to `trainer.callbacks`", "trainer.val_before_train"),
     *missing("run `verl-fit validate` with the same files", "trainer.val_only"),
     *needless("`SamplesTable` logs samples of validation", "trainer.log_val_generations"),
     *missing("rollouts are not written to files", "trainer.rollout_data_dir", "trainer.validation_data_dir"),

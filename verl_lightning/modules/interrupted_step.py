@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import is_within_step, metrics_to_log, send_metrics, validates_next
+from verl_lightning.compat.lightning import is_within_step, metrics_to_log, send_metrics, validate_now, validates_next
 
 STEP_KEY = "interrupted_step"
 
@@ -62,15 +62,12 @@ class FinishInterruptedStep(Callback):
         step, self._step = self._step, None
         if step is None:
             return
-        loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        epochs = trainer.fit_loop.epoch_progress.current
         resumed_epoch, epochs.completed = epochs.completed, step["epoch"]  # the step may have been its epoch's last
         if step["metrics"]:
             send_metrics(trainer, step["metrics"])
         if step["validates"]:
-            trainer.validating = True
-            loop.val_loop.restarting = False  # else it would skip the batches of its last pass
-            loop.val_loop.run()
-            trainer.training = True
+            validate_now(trainer)
         epochs.completed = resumed_epoch
 
     @override
