@@ -11,9 +11,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from verl_lightning.callbacks.json_files import to_json
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import RewardResult
-from verl_lightning.types import Rollout
+from verl_lightning.types import Episode, Rollout
 
 Row = dict[str, Any]
 """A row as JSON has it. Rows of conversations may have ``turns`` too, which the page shows one by one.
@@ -79,10 +80,46 @@ def make_rows(
                 "reward_parts": _parts(reward_result, index),
                 "is_truncated": is_truncated[index],
                 **({} if advantages is None else {"advantage": float(advantages[index])}),
+                **({} if rollout.episodes is None else {"turns": turns_of(rollout.episodes[index], limits)}),
                 **_tokens(module, rollout, index, limits.max_tokens),
             }
         )
     return found
+
+
+def turns_of(episode: Episode, limits: RowLimits) -> list[Row]:
+    """The messages of an episode: those that it began with, the policy's with their rewards, and what it read.
+
+    The first message that follows a turn of the policy has the time that the environment took for it.
+
+    Args:
+        episode: Walk through an environment.
+        limits: What a row keeps.
+    """
+    roles = [message["role"] for message in episode.messages]
+    given = roles.count("assistant") - len(episode.turn_ends)  # examples among the first messages
+    turns: list[Row] = []
+    number = -given  # of the policy's turns so far
+    for message in episode.messages:
+        is_own = message["role"] == "assistant"
+        turn: Row = {"role": message["role"], "text": limits.cut(_text(message)), "is_trained": is_own and number >= 0}
+        if is_own and 0 <= number < len(episode.rewards):
+            turn["reward"] = episode.rewards[number]
+        elif not is_own and turns and turns[-1]["is_trained"] and number < len(episode.seconds):
+            turn["seconds"] = episode.seconds[number]  # the first one is of the beginning
+        if message.get("name"):
+            turn["tool"] = message["name"]
+        turns.append(turn)
+        number += is_own
+    return turns
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The content of a message, and the tools that it calls."""
+    content = message.get("content") or ""
+    said = content if isinstance(content, str) else to_json(content)
+    calls = message.get("tool_calls")
+    return said if not calls else f"{said}\n{to_json(calls)}".strip()
 
 
 def _parts(reward_result: RewardResult, index: int) -> dict[str, float]:

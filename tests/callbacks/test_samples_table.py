@@ -16,7 +16,9 @@ from tests.callbacks.conftest import EACH_STEP
 from tests.runs import make_chats, make_prompts, make_reward, make_rollout, make_sft, make_trainer
 from verl_lightning.callbacks import SamplesTable, samples_page
 from verl_lightning.callbacks.json_files import write_whole
+from verl_lightning.callbacks.sample_rows import RowLimits, turns_of
 from verl_lightning.callbacks.samples_page import read_table, write_page
+from verl_lightning.types import Episode
 
 
 def read(path):
@@ -50,6 +52,24 @@ def test_a_row_holds_the_response_and_what_it_is_judged_by(fit, tmp_path, prompt
         assert tokenizer.batch_decode([[token] for token in row["token_ids"]]) == row["tokens"]
         assert 1 <= len(row["log_probs"]) == len(row["tokens"]) <= 6
         assert all(log_prob <= 0 for log_prob in row["log_probs"])
+
+
+def test_an_episode_is_told_turn_by_turn():
+    """With an example among its first messages, which the policy has not said."""
+    said = [("user", "an example"), ("assistant", "shown"), ("user", "2 + 2?"), ("assistant", "add"), ("tool", "4")]
+    messages = [{"role": role, "content": text} for role, text in [*said, ("assistant", "four")]]
+    messages[4]["name"] = "calculator"
+    messages[3]["tool_calls"] = [{"function": {"name": "calculator"}}]
+    episode = Episode(
+        environment="sums", messages=messages, turn_ends=[3, 9], rewards=[0.0, 1.0], metrics={}, seconds=[0.1, 0.2, 0.3]
+    )
+
+    turns = turns_of(episode, RowLimits(max_characters=100, max_tokens=0))
+
+    assert [turn["is_trained"] for turn in turns] == [False, False, False, True, False, True]
+    assert [turn.get("reward") for turn in turns] == [None, None, None, 0.0, None, 1.0]
+    assert [(turn["tool"], turn["seconds"]) for turn in turns if "seconds" in turn] == [("calculator", 0.2)]
+    assert turns[3]["text"] == 'add\n[{"function": {"name": "calculator"}}]'
 
 
 def test_long_texts_are_cut_and_say_so(fit, tmp_path):
