@@ -57,6 +57,7 @@ def test_the_bar_shows_phases_reward_and_speed(fit, capsys, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 def test_the_bar_of_a_resumed_run_knows_its_end(fit, tmp_path, monkeypatch):
     """Of an epoch of 16 batches, two of which are done."""
     monkeypatch.setattr(progress, "is_live", lambda: True)
