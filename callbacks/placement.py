@@ -136,9 +136,16 @@ class RayActors(Placement):
     cpus_per_replica: float = 1.0
     """CPUs that each reserves."""
 
+    min_replicas: int | None = None
+    """Engines with which a run begins; the others join whenever the cluster has room for them. Null waits for all."""
+
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ValueError(f"`num_replicas` must be at least 1, got {self.num_replicas}.")
+        if self.min_replicas is not None and not 1 <= self.min_replicas <= self.num_replicas:
+            raise ValueError(
+                f"`min_replicas` must lie between 1 and `num_replicas` ({self.num_replicas}), got {self.min_replicas}."
+            )
         if self.gpus_per_replica not in (0, 1):
             raise ValueError(f"`gpus_per_replica` must be 0 or 1, got {self.gpus_per_replica}.")
         if self.cpus_per_replica <= 0:
@@ -149,7 +156,8 @@ class RayActors(Placement):
         gpus, count = float(self.gpus_per_replica), self.num_replicas
         demand = Demand(option="rollout.num_replicas", count=count, cpus=self.cpus_per_replica, gpus=gpus)
         trainer = module.trainer
-        return RayEngines(engine, demand, caller=Caller(rank=trainer.global_rank, broadcast=trainer.strategy.broadcast))
+        caller = Caller(rank=trainer.global_rank, broadcast=trainer.strategy.broadcast)
+        return RayEngines(engine, demand, caller=caller, at_least=self.min_replicas)
 
     def gpu(self, trainer: Trainer) -> None:
         """Return None: Ray gives the replicas GPUs of their own."""

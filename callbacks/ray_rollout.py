@@ -31,6 +31,8 @@ class RayRollout(RolloutCallback):
         cpus_per_replica: CPUs that each reserves.
         max_staleness: Most optimizer steps by which a token may be older than the policy that learns from it. Batches
             are sampled so many steps ahead, while the policy learns; see `docs/async.md`.
+        min_replicas: Engines with which a run begins; the others join whenever the cluster has room for them. Null
+            waits for all.
         in_flight: Treatment of responses that are on their way when new weights come; see `HFRollout`.
 
     Raises:
@@ -45,6 +47,7 @@ class RayRollout(RolloutCallback):
         gpus_per_replica: int = 0,
         cpus_per_replica: float = 1.0,
         max_staleness: int = 0,
+        min_replicas: int | None = None,
         in_flight: InFlight = "finish",
     ) -> None:
         if rollout.placement is not None:
@@ -59,7 +62,10 @@ class RayRollout(RolloutCallback):
         if isinstance(rollout, VLLMRollout):
             check_alone(rollout)
         placement = RayActors(
-            num_replicas=num_replicas, gpus_per_replica=gpus_per_replica, cpus_per_replica=cpus_per_replica
+            num_replicas=num_replicas,
+            gpus_per_replica=gpus_per_replica,
+            cpus_per_replica=cpus_per_replica,
+            min_replicas=min_replicas,
         )
         super().__init__(
             rollout.sampling,

@@ -216,7 +216,7 @@ class RolloutCallback(Callback):
                 self._attempt(module, queue.settle)
             self._look_ahead(module, queue, 1 + self.max_staleness)
             self._attempt(module, lambda: queue.settle([queue.tickets[0]]))
-            ticket = queue.tickets.popleft()
+            ticket = queue.take(batch.row_index.tolist())
             if self._runner is not None:
                 self._runner.check_errors(ticket.completions)
             completions = join_parts(ticket.completions, module.contract)

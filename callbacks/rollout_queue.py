@@ -50,6 +50,7 @@ class Ticket:
     """
 
     def __init__(self, epoch: int, rows: Sequence[int], requests: Sequence[Request], own: range) -> None:
+        self.rows = list(rows)
         self.requests = requests
         size = len(requests) // len(rows)
         self.prompts: list[Prompt] = [(epoch, rows[prompt]) for prompt in own]
@@ -149,6 +150,19 @@ class RolloutQueue:
         if not is_known:
             raise deaths[0]
         self.settle(tickets)
+
+    def take(self, rows: Sequence[int]) -> Ticket:
+        """Returns the next batch, once it is settled.
+
+        Raises:
+            RunError: If it is not the one that the loader yields.
+        """
+        ticket = self.tickets.popleft()
+        if ticket.rows != list(rows):
+            raise RunError(
+                f"the loader yields rows {list(rows)}, but rows {ticket.rows} were to be next. Please report this."
+            )
+        return ticket
 
     def check_age(self, module: PostTrainingModule, completions: Sequence[Completion]) -> dict[str, float]:
         """Returns how old responses of all ranks are that are about to be learnt from, as metrics. Collective.

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.processes import wait_until
 from tests.ray.engine_processes import EngineKiller, engine_pids
 from tests.rollout.asking import sample
 from tests.rollout.conformance import CHECKS, ENDS, SAMPLING, Bench
@@ -24,7 +25,13 @@ from verl_lightning.algorithms.corrections.truncated_importance_sampling import 
 from verl_lightning.callbacks import HFRollout, RayRollout
 from verl_lightning.launch.worker import is_mistake
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.ray.actors import ActorsLostError, RuntimeEnvironment
+from verl_lightning.ray.actors import (
+    ActorsLostError,
+    RuntimeEnvironment,
+    await_actors,
+    start_actors,
+    stop_actors,
+)
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, wait_for
@@ -46,6 +53,40 @@ def assert_same_rollout(ours, theirs):
 def load(engines, seed, version=None):
     for engine in engines:
         engine.load_weights(list(tiny_model(seed=seed).named_parameters()), version or seed)
+
+
+class Holder:
+    """Holds CPUs."""
+
+    def ready(self):
+        pass
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_replica_without_a_place_joins_when_there_is_one(joined_cluster, tiny_folder):
+    """Of two nodes with five CPUs each, one is taken when the run begins."""
+    import ray
+
+    demand = Demand(option="holder", count=1, cpus=4.0)
+    await_actors(holder := start_actors(Holder, demand), demand)
+    wanted = Demand(option="rollout.num_replicas", count=2, cpus=4.0)
+    engines, alone = RayEngines(make_engine(tiny_folder), wanted, at_least=1), make_engine(tiny_folder)
+    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
+    engines.start(CPU)
+    load([alone, engines], seed=1)
+
+    assert_same_rollout(sample(engines, make_prompts(), sampling), sample(alone, make_prompts(), sampling))
+    stop_actors(holder)
+
+    def has_joined():
+        load([engines], seed=1, version=2)
+        calls = [actor.__ray_call__.remote(lambda self: self._version) for actor in engines._actors]
+        return ray.get(calls) == [2, 2]
+
+    wait_until(has_joined)
+    assert_same_rollout(sample(engines, make_prompts(), sampling), sample(alone, make_prompts(), sampling))
+    engines.stop()
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def _engines(settings: Mapping[str, Any]) -> Iterator[Demand]:
         name = settings.get(f"{group}.class_path")
         if not isinstance(name, str) or name.rpartition(".")[2] != kind:
             continue
-        count = settings.get(f"{group}.num_replicas", REPLICA.count)
+        count = settings.get(f"{group}.min_replicas") or settings.get(f"{group}.num_replicas", REPLICA.count)
         cpus = settings.get(f"{group}.cpus_per_replica", REPLICA.cpus)
         gpus = settings.get(f"{group}.gpus_per_replica", REPLICA.gpus)
         if _are_amounts(count, cpus, gpus):

@@ -28,13 +28,21 @@ class ActorPool:
         actors: Each with a method ``ready``.
         max_in_flight: Most requests that an actor holds.
         patience: Seconds after which an actor that has not answered counts as hung, and is killed; None waits forever.
+        may_come_late: True if actors may still be without a place; whoever gets one takes part from then on.
     """
 
     def __init__(
-        self, actors: Sequence[Any], max_in_flight: int = _MAX_IN_FLIGHT, patience: float | None = None
+        self,
+        actors: Sequence[Any],
+        max_in_flight: int = _MAX_IN_FLIGHT,
+        patience: float | None = None,
+        *,
+        may_come_late: bool = False,
     ) -> None:
         self.actors = actors
         self._patience = patience
+        self._start_seconds = None if may_come_late else START_SECONDS
+        self._awaits_all = may_come_late  # before the first request
         self._max_in_flight = max_in_flight
         self._held: list[list[float]] = [[] for _ in actors]  # costs of what each was asked
         self._down: dict[int, asyncio.Task[None]] = {}  # those that died, with who waits for their successors
@@ -55,6 +63,7 @@ class ActorPool:
         """
         import ray
 
+        self._await_late_ones()
         for _ in range(MAX_DEATHS):
             index = await self._take(cost)
             try:
@@ -81,6 +90,7 @@ class ActorPool:
         Raises:
             Exception: Whatever an actor raises.
         """
+        self._await_late_ones()
         await asyncio.gather(*[self._tell(index, send) for index in range(len(self.actors)) if index not in self._down])
 
     async def _tell(self, index: int, send: Callable[[Any], Any]) -> None:
@@ -109,6 +119,13 @@ class ActorPool:
     def _is_free(self, index: int) -> bool:
         return index not in self._down and len(self._held[index]) < self._max_in_flight
 
+    def _await_late_ones(self) -> None:
+        """Ask none before it is ready."""
+        if self._awaits_all:
+            self._awaits_all = False
+            for index in range(len(self.actors)):
+                self._lose(index)
+
     def _end(self, index: int) -> None:
         """Have Ray kill a hung actor and start it anew."""
         import ray
@@ -127,7 +144,7 @@ class ActorPool:
         # Endless retries: until it is there, Ray answers each call at once with the death of its predecessor.
         call = self.actors[index].ready.options(max_task_retries=-1).remote()
         try:
-            await asyncio.wait_for(call, START_SECONDS)
+            await asyncio.wait_for(call, self._start_seconds)
         except (TimeoutError, ray.exceptions.RayError) as error:
             logger.warning("a Ray actor died and could not be replaced; the others go on without it: %s", error)
             self._lost[index] = error

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_lightning.faults import RunError
@@ -53,13 +53,14 @@ def on_this_node() -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
+def start_actors(kind: type, demand: Demand, *arguments: object, at_least: int | None = None) -> list[Any]:
     """Starts one actor for each bundle of a demand; `await_actors` says when they are ready.
 
     Args:
         kind: Class of the actors, with a method ``ready``.
         demand: Number of actors, and the resources of each.
         arguments: Arguments of the constructor.
+        at_least: Number of actors that the cluster must have room for now; None for all.
 
     Raises:
         PlacementError: If the cluster can't hold them.
@@ -67,20 +68,21 @@ def start_actors(kind: type, demand: Demand, *arguments: object) -> list[Any]:
     import ray
 
     connect()
-    require(demand)
+    require(demand if at_least is None else replace(demand, count=at_least))
     remote: Any = ray.remote(num_cpus=demand.cpus, num_gpus=demand.gpus, max_restarts=-1)(kind)
     return [remote.remote(*arguments) for _ in range(demand.count)]
 
 
-def await_actors(actors: Sequence[Any], demand: Demand) -> list[Any]:
-    """Waits until all actors say that they are ready; ends them if one can't be.
+def await_actors(actors: Sequence[Any], demand: Demand, at_least: int | None = None) -> list[Any]:
+    """Waits until actors say that they are ready; ends all if one can't be.
 
     Args:
         actors: Actors that `start_actors` returned.
         demand: Demand that they were started for.
+        at_least: Number of actors to wait for; None for all.
 
     Returns:
-        The value that each actor's ``ready`` returned.
+        The value that each ready actor's ``ready`` returned.
 
     Raises:
         PlacementError: If they are not ready in time.
@@ -91,7 +93,10 @@ def await_actors(actors: Sequence[Any], demand: Demand) -> list[Any]:
 
     calls = [actor.ready.options(max_task_retries=_MAX_DEATHS).remote() for actor in actors]
     try:
-        return list(ray.get(calls, timeout=START_SECONDS))
+        if at_least is None:
+            return list(ray.get(calls, timeout=START_SECONDS))
+        ready, waiting = ray.wait(calls, num_returns=at_least, timeout=START_SECONDS)
+        return list(ray.get([*ready, *waiting][:at_least], timeout=0))
     except ray.exceptions.RayError as error:
         stop_actors(actors)
         if isinstance(error, ray.exceptions.RayTaskError):

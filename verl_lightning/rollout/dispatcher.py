@@ -74,10 +74,11 @@ class Dispatcher:
     Args:
         replicas: `EngineActor` actors.
         patience: Seconds after which a replica that says nothing counts as hung, and is started anew.
+        may_come_late: True if replicas may still be without a place.
     """
 
-    def __init__(self, replicas: Sequence[Any], patience: float | None = None) -> None:
-        self._pool = ActorPool(replicas, max_in_flight=_MAX_PARTS, patience=patience)
+    def __init__(self, replicas: Sequence[Any], patience: float | None = None, *, may_come_late: bool = False) -> None:
+        self._pool = ActorPool(replicas, _MAX_PARTS, patience, may_come_late=may_come_late)
         self._version = 0
         self._weights: Sequence[Any] = []
         self._num_asked = 0  # parts that are not answered yet

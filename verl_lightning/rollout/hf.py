@@ -87,6 +87,7 @@ class HFEngine(SteppingEngine):
             "eos_token_ids": self.eos_token_ids,
             "pad_token_id": self.pad_token_id,
             "batch_size": self.batch_size,
+            "rereads": self.rereads,
         }
         return Recipe(kind="hf", options=options, deadline=self.deadline)
 

@@ -58,16 +58,24 @@ class RayEngines:
         caller: This process among those that share the replicas.
         grace: Seconds beyond the engine's deadline after which one that says nothing counts as hung: it is started
             anew, and another one is asked.
+        at_least: Number of replicas with which the run begins, while others wait for a place; None for all.
     """
 
     def __init__(
-        self, engine: SteppingEngine, demand: Demand, *, caller: Caller = Caller(), grace: float = GRACE
+        self,
+        engine: SteppingEngine,
+        demand: Demand,
+        *,
+        caller: Caller = Caller(),
+        grace: float = GRACE,
+        at_least: int | None = None,
     ) -> None:
         self.engine = engine
         self.demand = demand
         self.caller = caller
         self.deadline = engine.recipe().deadline
         self.grace = grace
+        self.at_least = at_least
         self._actors: list[Any] = []  # only the first process has them
         self._dispatcher: Any = None
         self._weights: list[Any] = []  # Ray keeps them as long as these references
@@ -96,7 +104,7 @@ class RayEngines:
             connect_like(address)
             self._dispatcher = ray.get_actor(name, namespace=_NAMESPACE)
             return
-        await_actors(self._actors, self.demand)  # the others go on meanwhile, until weights are sent
+        await_actors(self._actors, self.demand, self.at_least)  # the others go on meanwhile, until weights are sent
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the policy's weights to all replicas at once; of the processes but the first, nothing is sent.
@@ -185,12 +193,14 @@ class RayEngines:
         import ray
 
         own_device = torch.device("cuda", 0) if self.demand.gpus else torch.device("cpu")
-        self._actors = start_actors(EngineActor, self.demand, self.engine, own_device, RuntimeEnvironment.here())
+        arguments = self.engine, own_device, RuntimeEnvironment.here()
+        self._actors = start_actors(EngineActor, self.demand, *arguments, at_least=self.at_least)
         options: dict[str, Any] = {
             "name": f"dispatcher-{uuid.uuid4().hex}",
             "namespace": _NAMESPACE,
             "scheduling_strategy": on_this_node(),
         }
         remote: Any = ray.remote(num_cpus=0)(Dispatcher)
-        self._dispatcher = remote.options(**options).remote(self._actors, self.deadline + self.grace)
+        patience, may_come_late = self.deadline + self.grace, self.at_least is not None
+        self._dispatcher = remote.options(**options).remote(self._actors, patience, may_come_late=may_come_late)
         return options["name"], ray.get_runtime_context().gcs_address
