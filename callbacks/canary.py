@@ -15,7 +15,7 @@ from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Request, SamplingConfig
 from verl_lightning.rollout.completions import make_requests
 from verl_lightning.seeding import derive_seed
-from verl_lightning.types import PromptBatch, Rollout
+from verl_lightning.types import PromptBatch, PromptImages, Rollout
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 16
@@ -37,19 +37,23 @@ class Canary:
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._tokens: list[list[int]] = []
+        self._images: list[PromptImages | None] | None = None
         self.gap = 0.0
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, so that a resumed run measures the same."""
-        return {"tokens": self._tokens}
+        if self._images is None:
+            return {"tokens": self._tokens}
+        return {"tokens": self._tokens, "images": [own and own.state_dict() for own in self._images]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on with the prompts of an earlier run, as `state` gave them."""
-        self._tokens = state["tokens"]
+        self._tokens, images = state["tokens"], state.get("images")
+        self._images = images and [own and PromptImages.from_state_dict(own) for own in images]
 
     def forget(self) -> None:
         """Takes new prompts next, for a new run."""
-        self._tokens = []
+        self._tokens, self._images = [], None
 
     def requests(self, trainer: Trainer, batch: PromptBatch, sampling: SamplingConfig) -> list[Request]:
         """Returns what the engine is asked. Collective.
@@ -60,13 +64,13 @@ class Canary:
             sampling: Settings of training responses.
         """
         if not self._tokens:
-            own = batch.prompts()[:NUM_PROMPTS]
-            self._tokens = trainer.strategy.broadcast(own)
+            own = batch.prompts()[:NUM_PROMPTS], batch.images and batch.images[:NUM_PROMPTS]
+            self._tokens, self._images = trainer.strategy.broadcast(own)
         # Without a guide, which takes tokens from the engine's distribution that the trainer's has.
         short = min(MAX_TOKENS, sampling.max_new_tokens)
         sampling = dataclasses.replace(sampling, num_samples=1, max_new_tokens=short, guide=None)
         seeds = [[derive_seed("canary", row)] for row in range(len(self._tokens))]
-        return make_requests(self._tokens, seeds, sampling)
+        return make_requests(self._tokens, seeds, sampling, self._images)
 
     def check(self, module: PostTrainingModule, rollout: Rollout, dtype: str, difference: Callable[[], str]) -> None:
         """Compares the engine's log-probs of its own responses with the trainer's. Collective.

@@ -26,6 +26,7 @@ from verl_lightning.models.hf_folder import (
     write_value_head,
 )
 from verl_lightning.models.lora import has_adapters, write_adapter
+from verl_lightning.models.pretrained import copy_processor
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.weights import value_head_weights
 from verl_lightning.modules.base import PostTrainingModule
@@ -195,6 +196,8 @@ class HFCheckpoint(FolderCheckpoint):
             try:
                 with atomic_folder(path) as folder:
                     module.tokenizer.save_pretrained(folder)
+                    if module.processor is not None:
+                        copy_processor(module.processor.path, folder)
                     write_value_head(folder, {} if classifier else value_head)
                     if writes_adapter:
                         write_adapter(folder, model.backbone, adapter, fingerprint, self.dtype)

@@ -112,6 +112,16 @@ class RolloutCallback(Callback):
         self._queue: RolloutQueue | None = None  # where batches are sampled ahead
         self._saved: dict[str, Any] = {}  # what a checkpoint holds of it, until training starts
 
+    def image_obstacle(self) -> str | None:
+        """Return why prompts can't have images, as the end of a sentence; None if they can."""
+        if self._environments is not None:
+            return "episodes in environments read text alone so far. Take `rollout.environment` or `rollout.turns` out."
+        if self.placement is not None:
+            return "`rollout.placement` sends engines text alone so far. Set it to null."
+        if self.max_staleness:
+            return "`rollout.max_staleness` is not tested with images. Set it to 0."
+        return None
+
     takes_adapters = False
     """True if the engine takes adapters beside its weights; see `sync_weights`."""
 

@@ -32,7 +32,7 @@ def batch_requests(
         [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
         for row in batch.row_index.tolist()
     ]
-    return make_requests(batch.prompts(), seeds, sampling)
+    return make_requests(batch.prompts(), seeds, sampling, batch.images)
 
 
 def batch_rollout(

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_lightning.callbacks.json_files import to_json
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import RewardResult
+from verl_lightning.pictures import thumbnail
 from verl_lightning.types import Episode, Rollout
 
 Row = dict[str, Any]
@@ -82,6 +83,7 @@ def make_rows(
                 **({} if advantages is None else {"advantage": float(advantages[index])}),
                 **({} if rollout.episodes is None else {"turns": turns_of(rollout.episodes[index], limits)}),
                 **_tokens(module, rollout, index, limits.max_tokens),
+                **_images(row),
             }
         )
     return found
@@ -139,6 +141,12 @@ def _tokens(module: PostTrainingModule, rollout: Rollout, index: int, max_tokens
     log_probs = [round(value, 4) for value in rollout.rollout_log_probs[index, :length].tolist()]
     texts = module.tokenizer.batch_decode([[token] for token in ids])
     return {"tokens": texts, "token_ids": ids, "log_probs": log_probs} | ({} if all(mask) else {"is_trained": mask})
+
+
+def _images(row: Mapping[str, Any] | None) -> Row:
+    """Small copies of a prompt's images, for the page; nothing without images."""
+    images = None if row is None else row.get("images")
+    return {"images": [thumbnail(source) for source in images]} if images else {}
 
 
 def _said(row: Mapping[str, Any]) -> str:

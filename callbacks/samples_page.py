@@ -91,6 +91,8 @@ function show_row(row, columns) {
     const value = value_of(row, name) ?? "";
     const cell = make("td", is_number(value) ? "number" : texts.includes(name) ? "text" : "");
     cell.append(make("div", "", is_number(value) ? show_number(value) : show_text(value)));
+    if (name === "prompt") (row.images || []).filter((url) => url.startsWith("data:image/png;base64,"))
+      .forEach((url) => { const picture = make("img"); picture.src = url; cell.append(picture); });
     if (name === "response" && row.is_truncated) cell.append(make("span", "mark", "truncated"));
     line.append(cell);
   });

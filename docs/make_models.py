@@ -26,6 +26,8 @@ responses are transformers', to .0001 nats a token. A number is a sentence below
 first step, or with which vLLM refused the model; one that begins with FAULT is a crash that we know of. Other families
 may work; these are tested.
 
+Models that read images are on [a page of their own](vision.md).
+
 `make families` runs all of it on a CPU, where Megatron-Core has no TransformerEngine, and writes this page.
 """
 

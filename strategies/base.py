@@ -56,6 +56,9 @@ class PostTrainingStrategy:
     distils = True
     """True where models can tell their distributions, and compare with those of others."""
 
+    image_obstacle: str | None = None
+    """Reason why models can't be given images, as the end of a sentence; None if they can."""
+
     lightning_module: LightningModule | None
     precision_plugin: Precision
     root_device: torch.device

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "verl_lightning"
 FACTS = {
     "faults",
     "needs",
+    "pictures",
     "processes",
     "types",
     "metrics",
@@ -37,6 +38,7 @@ ALLOWED = {
     "types": set(),
     "metrics": {"faults"},
     "options": {"faults"},
+    "pictures": {"types"},
     "ranges": set(),
     "run_folders": {"compat", "run_records"},
     "run_records": {"processes"},

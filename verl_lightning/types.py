@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from typing_extensions import override
 
@@ -27,6 +27,35 @@ class RowLength(NamedTuple):
 
     response: int
     """Columns up to the response's last real token."""
+
+
+# Not frozen, since Lightning's half-precision plugins change what batches hold.
+@dataclass(kw_only=True)
+class ImageInputs:
+    """The images of one sequence, or those of several in a row, as their model reads them."""
+
+    pixel_values: Float[Tensor, "units ..."]
+    """Patches, tiles or whole images, as the model's image processor cuts them, of all images in their order."""
+
+    image_grid_thw: Int[Tensor, "images 3"] | None = None
+    """Frames, rows and columns of each image's patches; None for models whose images all have one size."""
+
+    pixel_attention_mask: Shaped[Tensor, "units ..."] | None = None
+    """True on pixels that are no padding; None for models that pad none."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same images on another device."""
+        values = vars(self).items()
+        return dataclasses.replace(
+            self, **{name: send(value, device) for name, value in values if isinstance(value, Tensor)}
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[ImageInputs]) -> ImageInputs:
+        """The images of several sequences, one sequence after another; at least one."""
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(cls)}
+        joined: dict[str, Any] = {name: torch.cat(found) for name, found in columns.items() if found[0] is not None}
+        return cls(**joined)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +97,12 @@ class TokenBatch:
     teacher_top_log_probs: Float[Tensor, "batch response listed"] | None = None
     """Log-probs of ``teacher_top_ids`` at ``temperature``, in nats; ``-inf`` fills up shorter lists."""
 
+    images: tuple[ImageInputs | None, ...] | None = None
+    """Images of each row, None for a row of text alone; None where no row has any."""
+
+    mm_token_type_ids: Int[Tensor, "batch sequence"] | None = None
+    """1 on the tokens that stand for images, 0 on text and padding; None where no row has images."""
+
     @property
     def counts(self) -> Bool[Tensor, " examples"]:
         """True for examples that are learnt from: not those that only fill up a batch."""
@@ -92,7 +127,10 @@ class TokenBatch:
     def select(self, rows: Int[Tensor, " rows"] | slice) -> Self:
         """The same batch with only these rows."""
         lengths = self.row_lengths[rows] if isinstance(rows, slice) and self.row_lengths is not None else None
-        return dataclasses.replace(self._map_tensors(lambda tensor: tensor[rows]), row_lengths=lengths)
+        images = self.images
+        if images is not None:
+            images = images[rows] if isinstance(rows, slice) else tuple(images[row] for row in rows.tolist())
+        return dataclasses.replace(self._map_tensors(lambda tensor: tensor[rows]), row_lengths=lengths, images=images)
 
     def known_lengths(self) -> tuple[RowLength, ...]:
         """Returns the lengths of each row; counts them if need be, which waits for the device."""
@@ -108,7 +146,12 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch on another device."""
-        return self._map_tensors(lambda tensor: send(tensor, device))
+        moved = self._map_tensors(lambda tensor: send(tensor, device))
+        if self.images is None:
+            return moved
+        # Samples of a prompt share its images.
+        each = {id(images): images.to(device) for images in self.images if images is not None}
+        return dataclasses.replace(moved, images=tuple(each.get(id(images)) for images in self.images))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -262,6 +305,34 @@ class Rollout(TokenBatch):
 
 
 @dataclass(kw_only=True)
+class PromptImages:
+    """The images of a prompt, for engines of either kind: those that are given pixels and those that read files."""
+
+    inputs: ImageInputs
+    """The images as the model reads them."""
+
+    mm_token_type_ids: list[int]
+    """1 on the prompt's tokens that stand for images, 0 on text."""
+
+    files: list[bytes]
+    """The images' files."""
+
+    short_ids: list[int]
+    """The prompt with one placeholder for each image, for engines that write it out by themselves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, for a checkpoint or another process."""
+        files = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in self.files]
+        return vars(self) | {"inputs": dict(vars(self.inputs)), "files": files}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> PromptImages:
+        """Restores the images that a `state_dict` was taken from."""
+        files = [file.numpy().tobytes() for file in state["files"]]
+        return cls(**state | {"inputs": ImageInputs(**state["inputs"]), "files": files})
+
+
+@dataclass(kw_only=True)
 class PromptBatch:
     """A batch of prompts; a rollout callback adds ``rollout`` to it."""
 
@@ -279,6 +350,9 @@ class PromptBatch:
 
     rows: list[dict[str, Any]]
     """All columns of each row: ``data_source``, ``prompt``, ``reward_model``, and whatever else its file has."""
+
+    images: list[PromptImages | None] | None = None
+    """Images of each prompt, None for one of text alone; None where no prompt has any."""
 
     rollout: Rollout | None = None
     """Responses to the prompts; None until the rollout callback has sampled them."""

@@ -22,7 +22,7 @@ from verl_lightning.compat.lightning import OpenModelParallelStrategy
 from verl_lightning.compat.torch import LocalAdamW
 from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
-from verl_lightning.models.blocks import transformer_blocks
+from verl_lightning.models.blocks import language_blocks
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.router_replay import RouterReplay
 from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
@@ -108,6 +108,8 @@ class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=self.timeout))
         self.replicate_size = replicate_size
         self.sequence_parallel_size = sequence_parallel_size
+        if sequence_parallel_size > 1:
+            self.image_obstacle = "`fsdp.sequence_parallel_size` shares out packed tokens alone. Set it to 1."
         self.reshard_after_forward = reshard_after_forward
         self.accumulate_whole = accumulate_whole
         self.cpu_offload = cpu_offload
@@ -177,7 +179,7 @@ class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
         model.is_compiled = self.compile
         if self._is_mixed:
             model.backbone.get_input_embeddings().register_forward_hook(start_in_float32)
-        blocks = transformer_blocks(model.backbone)
+        blocks = language_blocks(model.backbone)  # a rank whose batch has no images gathers no tower's blocks
         if self.compile:
             for block in blocks:
                 compile_block(block)

@@ -84,6 +84,8 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     _own_precision: Precision | None = None
     distils = False
 
+    image_obstacle = "`trainer.strategy: megatron` is not tested with images. Use `fsdp`, `ddp` or `auto`."
+
     def __init__(
         self,
         tensor_parallel_size: int = 1,

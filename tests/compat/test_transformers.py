@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch.testing import assert_close
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2_5_VLConfig
 
 from tests.tiny import tiny_model
+from tests.vision.tiny_vision import write_processor
 from verl_lightning.compat import transformers as compat
 
 
@@ -28,3 +29,11 @@ def test_weights_become_files_and_files_become_weights():
     assert not told.mismatched_keys
     assert not told.conversion_errors
     assert_close(skeleton.state_dict(), model.state_dict())
+
+
+def test_a_processor_without_videos_is_that_of_the_model(tmp_path):
+    """Where torchvision is missing; else it is the whole one. Its class is looked up by the model's configuration."""
+    write_processor(tmp_path, "qwen2_5_vl")
+    processor = compat.read_image_processor(str(tmp_path), Qwen2_5_VLConfig())
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor"
+    assert processor.image_token == "<|image_pad|>"

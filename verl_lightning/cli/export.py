@@ -21,6 +21,8 @@ from verl_lightning.models.digests import write_digests
 from verl_lightning.models.fingerprint import base_fingerprint, with_frozen
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
 from verl_lightning.models.lora import adapter_weights, write_adapter
+from verl_lightning.models.pretrained import copy_processor
+from verl_lightning.models.processor import image_processor
 from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
@@ -98,6 +100,8 @@ def export(
     with atomic_folder(output) as folder:
         tokenizer = load_tokenizer(policy_config.path)
         tokenizer.save_pretrained(folder)
+        if image_processor(policy_config.path) is not None:
+            copy_processor(policy_config.path, folder)
         value_head = value_head_weights(model.value_head)
         classifier = classifier_of(role, head, value_head, tokenizer.pad_token_id)
         write_value_head(folder, {} if classifier else value_head)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 
 def attention_of(backbone: PreTrainedModel) -> str | None:
-    """Name of the attention kernel that a model uses, which only a private attribute of its config tells."""
-    name: str | None = backbone.config._attn_implementation
+    """Name of the attention kernel that a model uses for tokens, which only a private attribute of its config tells."""
+    name: str | None = backbone.config.get_text_config()._attn_implementation
     return name
 
 
@@ -33,10 +34,21 @@ def takes_other_kernels(config: PreTrainedConfig) -> bool:
 
 
 def causal_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Class of the causal language model of a config; None if transformers has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """Class of the causal language model of a config, with or without a vision tower; None if transformers has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    return cast("type[PreTrainedModel] | None", MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    mapping = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if reads_images_only_as_whole(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return cast("type[PreTrainedModel] | None", mapping.get(type(config), None))
+
+
+def reads_images_only_as_whole(config: PreTrainedConfig) -> bool:
+    """Tell whether transformers has the language model of a config only as a part of one that reads images too."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = type(config)
+    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def block_names(backbone: PreTrainedModel) -> set[str]:
@@ -85,3 +97,35 @@ def top_k_routers(backbone: PreTrainedModel) -> list[Any]:
     Each has ``top_k`` and ``weight`` (one row for each expert) and calls ``topk`` on the scores of all experts.
     """
     return [module for module in backbone.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def read_image_processor(path: str, config: PreTrainedConfig) -> ProcessorMixin:
+    """Read a model's processor; where torchvision is missing, which it wants for videos alone, one without videos.
+
+    Args:
+        path: Folder or hub name.
+        config: Config of the model.
+    """
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils.import_utils import is_torchvision_available
+
+    processors: Any = AutoProcessor
+    images: Any = AutoImageProcessor
+    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+    options = {} if kind is None else dict(inspect.signature(kind.__init__).parameters)
+    if is_torchvision_available() or "video_processor" not in options:
+        whole: ProcessorMixin = processors.from_pretrained(path, trust_remote_code=False)
+        return whole
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name == "video_processor" else kind.check_argument_for_proper_class(self, name, argument)
+
+    stored, _ = kind.get_processor_dict(path)
+    made: ProcessorMixin = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})(
+        image_processor=images.from_pretrained(path, trust_remote_code=False),
+        tokenizer=AutoTokenizer.from_pretrained(path, trust_remote_code=False),
+        video_processor=None,
+        **{name: value for name, value in stored.items() if name in options and not name.endswith("processor")},
+    )
+    return made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from dataclasses import dataclass, replace
+from typing import ClassVar, NotRequired, TypedDict
 
 import torch
 from jaxtyping import Bool, Int
@@ -15,12 +15,14 @@ from typing_extensions import override
 
 from verl_lightning.data.examples import ExampleDataModule, Unsupervised
 from verl_lightning.data.files import Row, fingerprint
+from verl_lightning.data.images import ImageFile, expand, messages_and_images, read_images
 from verl_lightning.data.lengths import Overlong
-from verl_lightning.data.messages import clean_messages
 from verl_lightning.data.rows import CHAT_COLUMNS, read_chat_rows
 from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
 from verl_lightning.data.templates import ChatRenderer
 from verl_lightning.options import typed
+from verl_lightning.pictures import ImageReader
+from verl_lightning.types import ImageInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class TokenizedChat:
     is_supervised: list[bool]
     """True on tokens that the assistant said, the end token of its turn included."""
 
+    images: tuple[ImageFile, ...] = ()
+    """Images that stand in the conversation."""
+
     @property
     def teaches(self) -> bool:
         """True if a token is supervised that another one comes before."""
@@ -40,7 +45,7 @@ class TokenizedChat:
 
     def cut(self, length: int) -> TokenizedChat:
         """Returns the first tokens, at most ``length``."""
-        return TokenizedChat(ids=self.ids[:length], is_supervised=self.is_supervised[:length])
+        return replace(self, ids=self.ids[:length], is_supervised=self.is_supervised[:length])
 
 
 class ChatTensors(TypedDict):
@@ -49,6 +54,8 @@ class ChatTensors(TypedDict):
     input_ids: Int[Tensor, "batch sequence"]
     attention_mask: Bool[Tensor, "batch sequence"]
     response_mask: Bool[Tensor, "batch response"]
+    images: NotRequired[tuple[ImageInputs | None, ...]]
+    mm_token_type_ids: NotRequired[Int[Tensor, "batch sequence"]]
 
 
 class ChatDataset:
@@ -58,12 +65,21 @@ class ChatDataset:
         chats: Tokens and supervision of each row.
         pad_token_id: Token that fills the padding.
         fingerprint: Digest that tells the rows from others; empty if it is not known.
+        processor: Processor of a model that reads images; None for a text model.
     """
 
-    def __init__(self, chats: list[TokenizedChat], *, pad_token_id: int, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        chats: list[TokenizedChat],
+        *,
+        pad_token_id: int,
+        fingerprint: str = "",
+        processor: ImageReader | None = None,
+    ) -> None:
         self.chats = chats
         self.pad_token_id = pad_token_id
         self.fingerprint = fingerprint
+        self.processor = processor
 
     def __len__(self) -> int:
         """Number of conversations."""
@@ -71,16 +87,24 @@ class ChatDataset:
 
     def batch(self, indices: list[int], is_duplicate: list[bool]) -> ChatTensors:
         """The batch of some rows, padded on the right to the longest of them; nothing is supervised in duplicates."""
-        return padded([self.chats[index] for index in indices], is_duplicate, pad_token_id=self.pad_token_id)
+        chats = [self.chats[index] for index in indices]
+        return padded(chats, is_duplicate, pad_token_id=self.pad_token_id, processor=self.processor)
 
 
-def padded(chats: Sequence[TokenizedChat], is_duplicate: Sequence[bool], *, pad_token_id: int) -> ChatTensors:
+def padded(
+    chats: Sequence[TokenizedChat],
+    is_duplicate: Sequence[bool],
+    *,
+    pad_token_id: int,
+    processor: ImageReader | None = None,
+) -> ChatTensors:
     """Sequences padded on the right to the longest of them.
 
     Args:
         chats: Tokens and supervision of each row.
         is_duplicate: True for rows in which nothing is to be supervised.
         pad_token_id: Token that fills the padding.
+        processor: Processor of a model that reads images; None for a text model.
     """
     lengths = torch.tensor([len(chat.ids) for chat in chats])
     width = int(lengths.max())
@@ -89,11 +113,16 @@ def padded(chats: Sequence[TokenizedChat], is_duplicate: Sequence[bool], *, pad_
     for row, (chat, counts_not) in enumerate(zip(chats, is_duplicate, strict=True)):
         input_ids[row, : len(chat.ids)] = torch.tensor(chat.ids)
         is_supervised[row, : len(chat.ids)] = torch.tensor(chat.is_supervised) & (not counts_not)
-    return ChatTensors(
+    tensors = ChatTensors(
         input_ids=input_ids,
         attention_mask=torch.arange(width) < lengths[:, None],
         response_mask=is_supervised[:, 1:],
     )
+    if processor is not None and any(chat.images for chat in chats):
+        tensors["images"] = tuple(read_images(chat.images, processor) for chat in chats)
+        shows = torch.tensor([bool(chat.images) for chat in chats])
+        tensors["mm_token_type_ids"] = ((input_ids == processor.image_token_id) & shows[:, None]).long()
+    return tensors
 
 
 class ChatDataModule(ExampleDataModule):
@@ -172,8 +201,11 @@ class ChatDataModule(ExampleDataModule):
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> ChatDataset:
         rows = read_chat_rows(files, self.columns)
-        chats = tokenize_chats(rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking)
+        chats = tokenize_chats(
+            rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking, processor=self.processor
+        )
         self.check_tokens([chat.ids for chat in chats], [row.name for row in rows], tokenizer)
+        self.check_images([chat.images for chat in chats], [len(chat.ids) for chat in chats], rows)
         kept = self.fitting([len(chat.ids) for chat in chats], [row.name for row in rows])
         cut = [chats[index].cut(self.max_length) for index in kept]
         teaching = self.teaching(
@@ -182,11 +214,21 @@ class ChatDataModule(ExampleDataModule):
             otherwise=f"they have no token of an assistant's answer within `max_length: {self.max_length}`",
         )
         found = fingerprint(rows[index] for index in kept)
-        return ChatDataset([cut[index] for index in teaching], pad_token_id=tokenizer.pad_token_id, fingerprint=found)
+        return ChatDataset(
+            [cut[index] for index in teaching],
+            pad_token_id=tokenizer.pad_token_id,
+            fingerprint=found,
+            processor=self.processor,
+        )
 
 
 def tokenize_chats(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, *, supervise: Supervise, enable_thinking: bool | None
+    rows: list[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    supervise: Supervise,
+    enable_thinking: bool | None,
+    processor: ImageReader | None = None,
 ) -> list[TokenizedChat]:
     """Renders and tokenises whole conversations and marks what the assistant said.
 
@@ -195,6 +237,7 @@ def tokenize_chats(
         tokenizer: Fast tokenizer with a chat template.
         supervise: Assistant turns to mark: all, or only the last.
         enable_thinking: Value for rows that have none; None leaves it to the template.
+        processor: Processor of a model that reads images; None for a text model.
 
     Raises:
         ValueError: If the tokenizer can't tell where its tokens lie in the text, or a row can't be rendered.
@@ -204,17 +247,29 @@ def tokenize_chats(
             f"`{type(tokenizer).__name__}` can't tell where its tokens lie in the text, which the mask of the"
             " assistant's turns needs. Use a tokenizer with a `tokenizer.json` file."
         )
-    conversations = []
+    conversations, shown = [], []
     for row in rows:
-        renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking)
-        messages = clean_messages(row.values["messages"], name=f"`messages` in {row.name}")
+        renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking, reads_images=processor is not None)
+        messages, files = messages_and_images(row, "messages", processor)
         conversations.append(render_conversation(renderer, messages, supervise))
+        shown.append(files)
     if thoughtless := sum(conversation.leaves_out_thoughts for conversation in conversations):
         rank_zero_info(
             f"The chat template leaves out what the assistant thought in earlier turns, which are not trained, of"
             f" {thoughtless} of {len(rows)} rows."
         )
-    return encode(conversations, tokenizer)
+    if processor is not None:
+        found = zip(conversations, shown, rows, strict=True)
+        conversations = [_expanded(conversation, files, processor, row.name) for conversation, files, row in found]
+    chats = encode(conversations, tokenizer)
+    return [replace(chat, images=files) if files else chat for chat, files in zip(chats, shown, strict=True)]
+
+
+def _expanded(
+    conversation: Conversation, files: tuple[ImageFile, ...], processor: ImageReader, name: str
+) -> Conversation:
+    text, spans = expand(conversation.text, files, processor, spans=conversation.spans, name=name)
+    return replace(conversation, text=text, spans=spans)
 
 
 def encode(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[TokenizedChat]:

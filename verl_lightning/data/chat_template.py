@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from verl_lightning.data.messages import FLAG_KEYS, THOUGHT_KEYS, Message
+from verl_lightning.data.messages import FLAG_KEYS, IMAGE_MARK, THOUGHT_KEYS, Message
 from verl_lightning.data.written import Tools, parsed_arguments
 
 # What a template raises on messages that it was not written for: its own refusals, and Python's on other values.
@@ -78,6 +78,8 @@ class ChatTemplate:
         if calls and not formed.get("content") and self._call_forms:
             formed.pop("content", None)
             formed.update(self._no_text)
+        elif "content" in formed and IMAGE_MARK in formed["content"]:
+            formed["content"] = as_parts(formed["content"])
         elif "content" in formed and self.takes_parts:
             formed["content"] = [{"type": "text", "text": formed["content"]}]
         for key in THOUGHT_KEYS:
@@ -149,6 +151,13 @@ class ChatTemplate:
         values: dict[str, Any] = {**self.special_tokens, **options, "tools": tools}
         found: Any = render_jinja_template([messages], chat_template=self.text, add_generation_prompt=prompt, **values)
         return str(found[0][0])
+
+
+def as_parts(content: str) -> list[dict[str, str]]:
+    """Returns a text with `IMAGE_MARK`s as the parts that a template takes: texts and images in turn."""
+    texts = content.split(IMAGE_MARK)
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return [part for part in parts if part.get("text") != ""]
 
 
 _found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[str, str], ChatTemplate]] = WeakKeyDictionary()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_lightning.data.images import RowImages
 
 Message = dict[str, Any]
 
@@ -14,18 +17,23 @@ FLAG_KEYS = frozenset({"loss_mask", "weight", "train"})
 
 KNOWN_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", *THOUGHT_KEYS, *FLAG_KEYS}
 
+IMAGE_MARK = "\ufdd0"
+"""Character in a message's text at the place of an image; Unicode reserves it for use inside programs."""
+
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _EXAMPLE = '[{"role": "user", "content": "What is 2 + 2?"}]'
 
 
-def clean_messages(messages: Any, *, name: str) -> list[Message]:
+def clean_messages(messages: Any, *, name: str, images: RowImages | None = None) -> list[Message]:
     """Returns messages whose content is text and that have no keys without a value.
 
-    Text given as parts becomes one text. What a tool call's ``arguments`` hold stays as it is.
+    Text given as parts becomes one text, with `IMAGE_MARK` for each image. What a tool call's ``arguments`` hold stays
+    as it is.
 
     Args:
         messages: The value of a column.
         name: Name of this value in error messages.
+        images: What collects the images of the row, for a model that reads some; None for a text model.
 
     Raises:
         ValueError: If it is not a list of at least one object that has a ``role``, and ``content`` or ``tool_calls``;
@@ -37,8 +45,8 @@ def clean_messages(messages: Any, *, name: str) -> list[Message]:
             f"Expected a list of messages with `role` and `content` in {name}, got {str(messages)[:80]!r}."
             f" This would do: {_EXAMPLE}."
         )
-    number = len(messages)
-    return [_clean(message, f"message {n} of {number} of {name}") for n, message in enumerate(messages, start=1)]
+    names = [f"message {number} of {len(messages)} of {name}" for number, _ in enumerate(messages, start=1)]
+    return [_clean(message, own, images) for message, own in zip(messages, names, strict=True)]
 
 
 def is_trained(message: Message, *, name: str) -> bool:
@@ -62,13 +70,14 @@ def is_trained(message: Message, *, name: str) -> bool:
     return all(flags.values())
 
 
-def _clean(message: Message, name: str) -> Message:
+def _clean(message: Message, name: str, images: RowImages | None) -> Message:
     if not isinstance(message["role"], str):
         raise ValueError(f"Expected `role` to be a text in {name}, got {message['role']!r}.")
     cleaned = {key: value for key, value in message.items() if value is not None}
     if "content" in message:
         # A tool call often comes with `content: null`, which templates add to text: it means no text.
-        cleaned["content"] = _text(message["content"], name)
+        shown = None if message["role"] == "assistant" else images  # a model says no images
+        cleaned["content"] = _text(message["content"], name, shown)
     for key in THOUGHT_KEYS:
         if key in cleaned:
             cleaned[key] = _text(cleaned[key], name)
@@ -78,29 +87,35 @@ def _clean(message: Message, name: str) -> Message:
     return cleaned
 
 
-def _text(content: Any, name: str) -> str:
+def _text(content: Any, name: str, images: RowImages | None = None) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(_part(part, name) for part in content)
+        return "".join(_part(part, name, images) for part in content)
     if not isinstance(content, str):
         raise ValueError(
             f"Expected text, or a list of text parts, in {name}, got {_kind(content)}. Write it as text, an object or"
             " list as JSON text."
         )
-    return content
+    if images is None:
+        return content
+    if IMAGE_MARK in content:
+        raise ValueError(f"The text of {name} has the character U+FDD0, which is no letter. Take it out.")
+    return images.in_text(content)
 
 
-def _part(part: Any, name: str) -> str:
+def _part(part: Any, name: str, images: RowImages | None) -> str:
     if isinstance(part, str):
-        return part
+        return _text(part, name, images)
     kept = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if kept.keys() <= {"type", "text"} and isinstance(kept.get("text"), str) and kept.get("type", "text") == "text":
-        return str(kept["text"])
+        return _text(kept["text"], name, images)
+    if images is not None and (mark := images.in_part(kept)) is not None:
+        return mark
     kind = kept.get("type") or next(iter(kept), None) or type(part).__name__
     raise ValueError(
         f"There is content of the type `{kind}` in {name}, but only text can be learnt from so far, no images, sound or"
-        " video. Leave such rows out, or write text parts as"
+        " video, save images in messages to a model that reads some. Leave such rows out, or write text parts as"
         ' {"type": "text", "text": "..."}.'
     )
 

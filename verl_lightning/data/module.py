@@ -12,9 +12,12 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from verl_lightning.data.files import Row
+from verl_lightning.data.images import ImageFile
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
 from verl_lightning.data.resumed_epoch import ResumeEpoch
 from verl_lightning.faults import told_of
+from verl_lightning.pictures import ImageReader
 from verl_lightning.seeding import run_seed
 
 VALIDATION_KEY = "validation_rows"
@@ -47,6 +50,7 @@ class TokenizedDataModule(LightningDataModule):
         self.shuffle = shuffle
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
         self._num_embeddings: int | None = None
+        self.processor: ImageReader | None = None
 
     @abstractmethod
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> BatchSource[object]:
@@ -64,6 +68,7 @@ class TokenizedDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         trainer, tokenizer = self._trainer(), self._tokenizer()
         self._num_embeddings = getattr(trainer.lightning_module, "num_embeddings", None)
+        self.processor = getattr(trainer.lightning_module, "processor", None)
         predicted = "test_files" if self.test_files else "val_files"
         name = {"validate": "val_files", "test": "test_files", "predict": predicted}.get(stage, "train_files")
         if not getattr(self, name):
@@ -182,6 +187,32 @@ class TokenizedDataModule(LightningDataModule):
                     f"The token {tokenizer.convert_ids_to_tokens(largest)!r} in {name} has the number {largest}, but"
                     f" the model has embeddings of {limit} tokens: its tokenizer is another model's, or tokens were"
                     " added to it alone. Save the model anew after `model.resize_token_embeddings(len(tokenizer))`."
+                )
+
+    def check_images(self, images: Sequence[Sequence[ImageFile]], lengths: Sequence[int], rows: Sequence[Row]) -> None:
+        """Checks that what is run takes images, if rows have some, and that none would be cut off.
+
+        Args:
+            images: Images of each row.
+            lengths: Tokens of each row.
+            rows: Rows, whose names are for messages.
+
+        Raises:
+            MisconfigurationException: If the strategy or another part of the run does not take images.
+            ValueError: If a row would be cut that has images.
+        """
+        first = next((row for row, own in zip(rows, images, strict=True) if own), None)
+        if first is None:
+            return
+        obstacle = getattr(self._trainer().lightning_module, "image_obstacle", None)
+        if obstacle is not None and (complaint := obstacle()) is not None:
+            raise MisconfigurationException(f"There are images in {first.name}, but {complaint}")
+        limit = getattr(self, "max_length", None) or getattr(self, "max_prompt_length", None)
+        for row, own, length in zip(rows, images, lengths, strict=True):
+            if own and limit is not None and length > limit and getattr(self, "overlong", "") == "truncate":
+                raise ValueError(
+                    f"There are {length} tokens in {row.name}, over the limit of {limit}, and `overlong: truncate` may"
+                    ' cut through its images. Raise the limit, or set `overlong` to "drop".'
                 )
 
     def _trainer(self) -> Trainer:

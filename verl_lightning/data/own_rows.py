@@ -15,42 +15,54 @@ from verl_lightning.data.chat import ChatDataset, tokenize_chats
 from verl_lightning.data.files import Row
 from verl_lightning.data.prompts import PromptDataset, tokenize_prompts
 from verl_lightning.data.rows import chat_row, prompt_row
+from verl_lightning.pictures import ImageReader
 from verl_lightning.types import PromptBatch, TokenBatch
 
 
-def prompt_batch(batch: Any, tokenizer: PreTrainedTokenizerBase, *, needs_truth: bool) -> PromptBatch:
+def prompt_batch(
+    batch: Any, tokenizer: PreTrainedTokenizerBase, *, needs_truth: bool, processor: ImageReader | None = None
+) -> PromptBatch:
     """Makes a batch of prompts of rows; samples of a row draw the same numbers wherever the row comes from.
 
     Args:
         batch: What the loader has yielded: rows as those of a data file, or their columns.
         tokenizer: The policy's tokenizer.
         needs_truth: True where a reward function judges responses, so that each row needs a ``ground_truth``.
+        processor: Processor of a model that reads images; None for a text model.
 
     Raises:
         ValueError: If a row is not as described.
         MisconfigurationException: If these are no rows.
     """
     found = rows_of(batch)
-    tokenized = tokenize_prompts([prompt_row(row, needs_truth=needs_truth) for row in named(found)], tokenizer, None)
-    rows, ids = [row.values for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
-    dataset = PromptDataset(rows, ids, [digest(row) for row in found], pad_token_id=tokenizer.pad_token_id)
-    return dataset.batch(list(range(len(rows))), [False] * len(rows))
+    prompts = [prompt_row(row, needs_truth=needs_truth) for row in named(found)]
+    tokenized = tokenize_prompts(prompts, tokenizer, None, processor)
+    dataset = PromptDataset(
+        [each.row.values for each in tokenized],
+        [each.ids for each in tokenized],
+        [digest(row) for row in found],
+        pad_token_id=tokenizer.pad_token_id,
+        shown=[each.shown for each in tokenized],
+        processor=processor,
+    )
+    return dataset.batch(list(range(len(found))), [False] * len(found))
 
 
-def chat_batch(batch: Any, tokenizer: PreTrainedTokenizerBase) -> TokenBatch:
+def chat_batch(batch: Any, tokenizer: PreTrainedTokenizerBase, processor: ImageReader | None = None) -> TokenBatch:
     """Makes a batch of conversations of rows; every turn of the assistant is trained.
 
     Args:
         batch: What the loader has yielded: rows as those of a data file, or their columns.
         tokenizer: The policy's tokenizer.
+        processor: Processor of a model that reads images; None for a text model.
 
     Raises:
         ValueError: If a row is not as described.
         MisconfigurationException: If these are no rows.
     """
     rows = [chat_row(row) for row in named(rows_of(batch))]
-    chats = tokenize_chats(rows, tokenizer, supervise="all", enable_thinking=None)
-    fields = ChatDataset(chats, pad_token_id=tokenizer.pad_token_id).batch(
+    chats = tokenize_chats(rows, tokenizer, supervise="all", enable_thinking=None, processor=processor)
+    fields = ChatDataset(chats, pad_token_id=tokenizer.pad_token_id, processor=processor).batch(
         list(range(len(chats))), [False] * len(chats)
     )
     return TokenBatch(**fields)

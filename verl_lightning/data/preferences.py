@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,7 +21,9 @@ from verl_lightning.data.loader import EvalLoader
 from verl_lightning.data.module import data_parallel_rank_and_size
 from verl_lightning.data.preference_rows import PREFERENCE_COLUMNS, Preference, Response, read_preferences
 from verl_lightning.data.spans import Conversation
+from verl_lightning.data.templates import refuse_media
 from verl_lightning.options import typed
+from verl_lightning.pictures import ImageReader
 from verl_lightning.types import PreferenceBatch, TokenBatch, with_lengths
 
 
@@ -55,12 +57,21 @@ class PreferenceDataset:
         examples: Tokens and supervision of each example.
         pad_token_id: Token that fills the padding.
         fingerprint: Digest that tells the rows from others; empty if it is not known.
+        processor: Processor of a model that reads images; None for a text model.
     """
 
-    def __init__(self, examples: list[TokenizedPreference], *, pad_token_id: int, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        examples: list[TokenizedPreference],
+        *,
+        pad_token_id: int,
+        fingerprint: str = "",
+        processor: ImageReader | None = None,
+    ) -> None:
         self.examples = examples
         self.pad_token_id = pad_token_id
         self.fingerprint = fingerprint
+        self.processor = processor
         self.ref_log_probs: Float[Tensor, "examples 2"] | None = None
         """Log-probability of each response under the reference, in nats; whoever knows the reference fills it in."""
 
@@ -69,11 +80,13 @@ class PreferenceDataset:
         return len(self.examples)
 
     def digest(self) -> str:
-        """Returns a short text that tells the tokens, and what is learnt of them, from others."""
+        """Returns a short text that tells the tokens and images, and what is learnt of them, from others."""
         found = hashlib.blake2b(digest_size=16)
         for example in self.examples:
             for sequence in example.sequences:
                 found.update(repr((sequence.ids, sequence.is_supervised)).encode())
+                for image in sequence.images:
+                    found.update(image.data)
         return found.hexdigest()
 
     def share(self, *, batch_size: int, rank: int, world_size: int) -> Iterator[PreferenceBatch]:
@@ -87,12 +100,12 @@ class PreferenceDataset:
         for fields in EvalLoader(self, batch_size=batch_size, rank=rank, world_size=world_size):
             yield with_lengths([PreferenceBatch(**cast(dict[str, Any], fields))])[0]
 
-    def batch(self, indices: list[int], is_duplicate: list[bool]) -> dict[str, Tensor]:
+    def batch(self, indices: list[int], is_duplicate: list[bool]) -> dict[str, Any]:
         """The fields of a ``PreferenceBatch`` of some examples; nothing is supervised in duplicates."""
         examples = [self.examples[index] for index in indices]
         rows = [sequence for example in examples for sequence in example.sequences]
         skipped = [skip for skip in is_duplicate for _ in range(2)]
-        batch: dict[str, Tensor] = {**padded(rows, skipped, pad_token_id=self.pad_token_id)}  # type: ignore[dict-item]
+        batch: dict[str, Any] = {**padded(rows, skipped, pad_token_id=self.pad_token_id, processor=self.processor)}
         if self.ref_log_probs is not None:
             batch["ref_log_probs"] = self.ref_log_probs[indices].flatten()
         if examples[0].is_desirable is not None:
@@ -187,7 +200,12 @@ class PreferenceDataModule(ExampleDataModule):
         left = iter(chats)
         found = [(preference, [next(left) for _ in preference.responses]) for preference in preferences]
         examples = self._pairs(found) if self._takes_pairs else self._singles(found)
-        return PreferenceDataset(examples, pad_token_id=tokenizer.pad_token_id, fingerprint=fingerprint(rows))
+        return PreferenceDataset(
+            examples,
+            pad_token_id=tokenizer.pad_token_id,
+            fingerprint=fingerprint(rows),
+            processor=self.processor,
+        )
 
     def _tokenized(self, responses: list[Response], tokenizer: PreTrainedTokenizerBase) -> list[TokenizedChat]:
         """Tokens of each response with its prompt."""
@@ -197,11 +215,14 @@ class PreferenceDataModule(ExampleDataModule):
                 tokenizer,
                 supervise="all",
                 enable_thinking=self.enable_thinking,
+                processor=self.processor,
             )
         )
         plain = iter(tokenize_plain([response.row for response in responses if response.is_plain], tokenizer))
         tokenized = [next(plain if response.is_plain else chats) for response in responses]
-        self.check_tokens([chat.ids for chat in tokenized], [response.row.name for response in responses], tokenizer)
+        rows = [response.row for response in responses]
+        self.check_tokens([chat.ids for chat in tokenized], [row.name for row in rows], tokenizer)
+        self.check_images([chat.images for chat in tokenized], [len(chat.ids) for chat in tokenized], rows)
         return tokenized
 
     def _pairs(self, found: list[tuple[Preference, list[TokenizedChat]]]) -> list[TokenizedPreference]:
@@ -261,6 +282,7 @@ def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> l
         raise ValueError(f"The tokenizer has no end token for {rows[0].name}. Set `eos_token` in its config.")
     conversations = []
     for row in rows:
+        refuse_media(row, "texts that no chat template touches show none. Write prompt and responses as messages.")
         prompt, completion = row.values["prompt"], row.values["completion"]
         text = prompt + completion + ("" if completion.endswith(end) else end)
         span = (len(prompt), len(text) if completion else len(prompt))
@@ -293,7 +315,8 @@ def others_of(count: int, batch_size: int) -> list[int]:
 def exchanged(chat: TokenizedChat, other: TokenizedChat) -> TokenizedChat:
     """The prompt of one sequence, up to its first supervised token, with the response of another."""
     end, start = chat.is_supervised.index(True), other.is_supervised.index(True)
-    return TokenizedChat(
+    return replace(
+        chat,
         ids=chat.ids[:end] + other.ids[start:],
         is_supervised=[False] * end + other.is_supervised[start:],
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -12,13 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.data.files import Row, fingerprint
+from verl_lightning.data.images import ImageFile, expand, messages_and_images, read_images, without_marks
 from verl_lightning.data.lengths import Overlong, within_limit
-from verl_lightning.data.messages import FLAG_KEYS, clean_messages
+from verl_lightning.data.messages import FLAG_KEYS, Message
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
 from verl_lightning.options import typed
-from verl_lightning.types import PromptBatch
+from verl_lightning.pictures import ImageReader
+from verl_lightning.types import PromptBatch, PromptImages
 
 _MAX_SOURCES = 16  # of which rows are shown
 
@@ -33,6 +35,8 @@ class PromptDataset:
         pad_token_id: Token that fills the padding.
         fingerprint: Digest that tells the rows from others; empty if it is not known.
         files: Paths of the files of each data source.
+        shown: Images of each row; None where no row has any.
+        processor: Processor of a model that reads images; None for a text model.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class PromptDataset:
         pad_token_id: int,
         fingerprint: str = "",
         files: Mapping[str, Sequence[str]] | None = None,
+        shown: Sequence[ShownImages | None] | None = None,
+        processor: ImageReader | None = None,
     ) -> None:
         self.rows = rows
         self.prompt_ids = prompt_ids
@@ -51,6 +57,8 @@ class PromptDataset:
         self.pad_token_id = pad_token_id
         self.fingerprint = fingerprint
         self.files = files or {}
+        self.shown = shown
+        self.processor = processor
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -69,7 +77,18 @@ class PromptDataset:
             row_index=torch.tensor([self.row_index[index] for index in indices]),
             is_duplicate=torch.tensor(is_duplicate),
             rows=[self.rows[index] for index in indices],
+            images=self._images(indices),
         )
+
+    def _images(self, indices: list[int]) -> list[PromptImages | None] | None:
+        found = [] if self.shown is None else [self.shown[index] for index in indices]
+        if not any(found):
+            return None
+        assert self.processor is not None
+        ids = [self.prompt_ids[index] for index in indices]
+        return [
+            None if shown is None else shown.read(own, self.processor) for shown, own in zip(found, ids, strict=True)
+        ]
 
 
 class PromptDataModule(TokenizedDataModule):
@@ -139,8 +158,10 @@ class PromptDataModule(TokenizedDataModule):
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         found = read_prompt_rows(files, self.columns, needs_truth=self._needs_truth)
-        tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking)
-        rows, ids = [row for row, _ in tokenized], [row_ids for _, row_ids in tokenized]
+        tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking, self.processor)
+        rows, ids = [each.row for each in tokenized], [each.ids for each in tokenized]
+        shown = [each.shown for each in tokenized]
+        self.check_images([() if own is None else own.files for own in shown], [len(own) for own in ids], rows)
         self.check_tokens(ids, [row.name for row in rows], tokenizer)
         kept = within_limit(
             [len(row_ids) for row_ids in ids],
@@ -156,6 +177,8 @@ class PromptDataModule(TokenizedDataModule):
             pad_token_id=tokenizer.pad_token_id,
             fingerprint=fingerprint(found[index] for index in kept),
             files=files_by_source(rows[index] for index in kept),
+            shown=[shown[index] for index in kept],
+            processor=self.processor,
         )
 
     @override
@@ -185,23 +208,78 @@ class PromptDataModule(TokenizedDataModule):
         return _share(self.val_batch_size, world_size, "val_batch_size")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShownImages:
+    """The images of a prompt before they are read."""
+
+    files: tuple[ImageFile, ...]
+    """Images in their order."""
+
+    short_ids: list[int]
+    """The prompt's tokens with one placeholder for each image."""
+
+    def read(self, prompt_ids: list[int], processor: ImageReader) -> PromptImages:
+        """Returns the images as the model reads them.
+
+        Args:
+            prompt_ids: Tokens of the prompt.
+            processor: Processor of the model.
+        """
+        inputs = read_images(self.files, processor)
+        assert inputs is not None
+        return PromptImages(
+            inputs=inputs,
+            mm_token_type_ids=processor.token_types(prompt_ids),
+            files=[file.data for file in self.files],
+            short_ids=self.short_ids,
+        )
+
+
+class TokenizedPrompt(NamedTuple):
+    """A checked row, its tokens and its images."""
+
+    row: Row
+    ids: list[int]
+    shown: ShownImages | None
+
+
 def tokenize_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None
-) -> list[tuple[Row, list[int]]]:
-    """Checks rows of prompts, and returns each with its tokens.
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    enable_thinking: bool | None,
+    processor: ImageReader | None = None,
+) -> list[TokenizedPrompt]:
+    """Checks rows of prompts, and returns each with its tokens and images.
 
     Args:
         rows: Rows in the layout of `read_prompt_rows`.
         tokenizer: Tokenizer with a chat template.
         enable_thinking: Value for rows that have none; None leaves it to the template.
+        processor: Processor of a model that reads images; None for a text model.
 
     Raises:
         ValueError: If a row is not as described.
     """
-    checked = [_checked(row) for row in rows]
-    texts = [_text(row, tokenizer, enable_thinking) for row in checked]
+    checked = [_checked(row, processor) for row in rows]
+    texts = [_text(prompt, tokenizer, enable_thinking, reads_images=processor is not None) for prompt in checked]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return list(zip(checked, ids, strict=True))
+    found = []
+    for prompt, text, own in zip(checked, texts, ids, strict=True):
+        if processor is None or not prompt.files:
+            found.append(TokenizedPrompt(prompt.row, own, None))
+            continue
+        whole, _ = expand(text, prompt.files, processor, name=prompt.row.name)
+        shown = ShownImages(files=prompt.files, short_ids=own)
+        found.append(TokenizedPrompt(prompt.row, tokenizer(whole, add_special_tokens=False)["input_ids"], shown))
+    return found
+
+
+class _Prompt(NamedTuple):
+    """A checked row, its messages and their images."""
+
+    row: Row
+    messages: list[Message]
+    files: tuple[ImageFile, ...]
 
 
 def files_by_source(rows: Iterable[Row]) -> dict[str, list[str]]:
@@ -222,7 +300,7 @@ def tell_shared_sources(files: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-def _checked(row: Row) -> Row:
+def _checked(row: Row, processor: ImageReader | None) -> _Prompt:
     reward_model = row.values["reward_model"]
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise ValueError(
@@ -232,20 +310,26 @@ def _checked(row: Row) -> Row:
         raise ValueError(f"Expected `data_source` to be a name in {row.name}, got {row.values['data_source']!r}.")
     if not isinstance(row.values.get("extra_info"), dict | None):
         raise ValueError(f"Expected `extra_info` to be an object in {row.name}, got {row.values['extra_info']!r}.")
-    prompt = clean_messages(row.values["prompt"], name=f"`prompt` in {row.name}")
+    prompt, files = messages_and_images(row, "prompt", processor)
     for number, message in enumerate(prompt, start=1):
         if flags := FLAG_KEYS & message.keys():
             raise ValueError(
                 f"`{min(flags)}` of message {number} of `prompt` in {row.name} means nothing: what is trained is what"
                 " the policy answers. Take it out."
             )
-    return replace(row, values={**row.values, "prompt": prompt})
+    if not files:
+        return _Prompt(replace(row, values={**row.values, "prompt": prompt}), prompt, files)
+    told = [{**message, "content": without_marks(message["content"])} for message in prompt]
+    shown = [file.source for file in files]
+    return _Prompt(replace(row, values={**row.values, "prompt": told, "images": shown}), prompt, files)
 
 
-def _text(row: Row, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> str:
-    renderer, prompt = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking), row.values["prompt"]
-    text = renderer.render(prompt, add_generation_prompt=True)
-    renderer.check_written(prompt, text, supervised={})
+def _text(
+    prompt: _Prompt, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None, *, reads_images: bool
+) -> str:
+    renderer = ChatRenderer(tokenizer, prompt.row, enable_thinking=enable_thinking, reads_images=reads_images)
+    text = renderer.render(prompt.messages, add_generation_prompt=True)
+    renderer.check_written(prompt.messages, text, supervised={})
     return text
 
 

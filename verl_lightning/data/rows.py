@@ -10,8 +10,9 @@ from typing import Any
 
 from verl_lightning.data.files import Row, listed_columns, read_rows
 
-PROMPT_COLUMNS = ("prompt", "ground_truth", "reward_model", "data_source", "extra_info", "tools", "enable_thinking")
-CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", "system", "tools", "enable_thinking")
+_COMMON = ("tools", "enable_thinking", "images")
+PROMPT_COLUMNS = ("prompt", "ground_truth", "reward_model", "data_source", "extra_info", *_COMMON)
+CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", "system", *_COMMON)
 
 _QUESTIONS = ("question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "label", "target", "output", "response", "completion", "ground_truth")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_lightning.data.messages import FLAG_KEYS, KNOWN_KEYS, THOUGHT_KEYS, Message
+from verl_lightning.data.messages import FLAG_KEYS, IMAGE_MARK, KNOWN_KEYS, THOUGHT_KEYS, Message
 
 Tools = list[dict[str, Any]] | None
 
@@ -126,7 +126,8 @@ def _map_message(index: int, message: Message, visit: Visit) -> Message:
 
 
 def _text(visit: Visit, value: str, **where: Any) -> str:
-    return str(visit(Piece(value=value, **where))) if value.strip() else value
+    parts = value.split(IMAGE_MARK)
+    return IMAGE_MARK.join(str(visit(Piece(value=part, **where))) if part.strip() else part for part in parts)
 
 
 def _map_call(index: int, place: str, call: dict[str, Any], visit: Visit) -> dict[str, Any]:

@@ -46,6 +46,21 @@ _SCORE_CHANGES = {"softcap": "capped attention scores", "s_aux": "attention sink
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
+def attention_options(name: str, config: PreTrainedConfig) -> str | dict[str, str] | None:
+    """Returns transformers' ``attn_implementation`` for a model: `best_attention`, for its tokens alone if `varlen`.
+
+    A vision tower looks both ways within an image, which our causal kernel would not.
+
+    Args:
+        name: The user's ``attn_implementation``.
+        config: Config of the model.
+    """
+    kernel, text = best_attention(name, config), config.get_text_config()
+    if kernel != VARLEN or text is config:
+        return kernel
+    return {key: VARLEN for key in config.sub_configs if getattr(config, key, None) is text}
+
+
 def best_attention(name: str, config: PreTrainedConfig) -> str | None:
     """Returns the kernel for a model, or None for the one that transformers chooses, `sdpa` where the model has it.
 

@@ -30,6 +30,13 @@ def transformer_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
     return blocks
 
 
+def language_blocks(backbone: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers that every batch goes through: of a model that reads images, those of its language model."""
+    decoder: nn.Module = backbone.get_decoder()  # type: ignore[no-untyped-call]
+    inside = set(decoder.modules())
+    return [block for block in transformer_blocks(backbone) if block in inside]
+
+
 def attention_heads(backbone: PreTrainedModel) -> tuple[int, int]:
     """Return the number of a model's query heads and the width of one; zeros for a model without attention."""
     config = backbone.config.get_text_config()

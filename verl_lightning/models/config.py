@@ -123,7 +123,7 @@ class OptimConfig(Options, key="optim"):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Options):
-    """A causal language model and how it is trained."""
+    """A causal language model, with or without a vision tower, and how it is trained."""
 
     path: str
     """Folder or hub name of a Hugging Face causal language model."""
@@ -133,6 +133,9 @@ class ModelConfig(Options):
 
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; null trains all weights."""
+
+    train_vision_tower: bool = False
+    """Train the weights that read images too: the vision tower and its projection. False freezes them."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the stored weights. A learning rate near 1e-6 is lost in bfloat16: prefer float32 with
@@ -152,6 +155,8 @@ class ModelConfig(Options):
     about a third more compute, or a number k of at least 2 for every k-th block."""
 
     def __post_init__(self) -> None:
+        if self.train_vision_tower and self.lora is not None:
+            raise ValueError("`train_vision_tower` trains whole weights, but `lora` trains adapters alone. Drop one.")
         which = self.activation_checkpointing
         if which not in ("none", "full") and (isinstance(which, bool) or not isinstance(which, int) or which < 2):
             raise ValueError(

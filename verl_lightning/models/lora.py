@@ -23,6 +23,7 @@ from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.digests import DamagedFileError, check_folder
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.torch_files import open_safetensors
+from verl_lightning.models.vision import tower_weights
 from verl_lightning.models.weights import is_adapter_name, whole
 from verl_lightning.needs import ADAPTER_CONFIG, ADAPTER_WEIGHTS, missing_adapter
 
@@ -99,16 +100,26 @@ def add_adapters(
 def chosen_modules(backbone: PreTrainedModel, targets: str | list[str]) -> str | list[str]:
     """Return the modules that get adapters as PEFT is to be told them.
 
-    Those of ``all-linear`` are named one by one where PEFT would take more: a vision tower, or experts held fused.
+    Those of ``all-linear`` are named one by one where PEFT would take more: a vision tower, or experts held fused. Ends
+    of names leave a vision tower out too; a pattern for whole names means all that it matches.
     """
     if targets != "all-linear":
-        return targets
+        return targets if isinstance(targets, str) else _outside_tower(backbone, targets)
     text, head = backbone.get_decoder(), backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
     inside = set(text.modules())
     every = [(name, m) for name, m in backbone.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     linear = [name for name, module in every if module in inside]
     chosen = not_of_experts(linear, backbone)
     return chosen if has_fused_experts(backbone) or len(chosen) < len(every) else "all-linear"
+
+
+def _outside_tower(backbone: PreTrainedModel, ends: list[str]) -> list[str]:
+    """Return the same ends of names, or the whole names of the other modules where some are a vision tower's."""
+    tower = {id(weight) for weight in tower_weights(backbone)}
+    marks = tuple(f".{end}" for end in ends)
+    named = [(name, module) for name, module in backbone.named_modules() if f".{name}".endswith(marks)]
+    others = [name for name, module in named if not any(id(weight) in tower for weight in module.parameters())]
+    return ends if len(others) == len(named) else others
 
 
 def has_fused_experts(backbone: nn.Module) -> bool:

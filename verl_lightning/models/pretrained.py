@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,26 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
+from transformers.utils.hub import cached_file
 
-from verl_lightning.compat.transformers import asks_for_code, causal_model_class
+from verl_lightning.compat.transformers import (
+    asks_for_code,
+    causal_model_class,
+    read_image_processor,
+    reads_images_only_as_whole,
+)
 from verl_lightning.models.digests import WEIGHTS_SUFFIX, check_folder
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files that say how a model reads images and films, beside those of its tokenizer."""
 
 AutoClass = type[AutoModel] | type[AutoModelForCausalLM]
 
@@ -84,6 +96,41 @@ def read_tokenizer(path: str, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_processor(path: str) -> ProcessorMixin:
+    """Read the processor of a model that takes images: its tokenizer and its image processor.
+
+    Args:
+        path: Folder or hub name.
+
+    Raises:
+        DamagedFileError: If the folder is one of ours, and not as it was written.
+        OSError: If there is no processor.
+        ForeignCodeError: If the processor has code of its own.
+    """
+    with nothing_executed(path):
+        return read_image_processor(path, read_config(path))
+
+
+def copy_processor(path: str, folder: Path) -> None:
+    """Copy the files that say how a model reads images, as they are.
+
+    Args:
+        path: Folder or hub name of the model that a run began with.
+        folder: Folder to write to.
+
+    Raises:
+        ForeignCodeError: If the model has code of its own.
+    """
+    with nothing_executed(path):
+        for name in PROCESSOR_FILES:
+            try:
+                found = cached_file(path, name)
+            except OSError:  # not all models have all of them
+                continue
+            if found is not None:
+                shutil.copyfile(found, folder / name)
+
+
 def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
     """Read a model with its weights, and the names of weights that its files don't hold.
 
@@ -98,10 +145,12 @@ def read_model(auto_class: AutoClass, path: str, **options: Any) -> tuple[PreTra
         OSError: If there is none.
         ValueError: If transformers does not know such a model.
     """
-    check_causal(path, read_config(path))
+    config = read_config(path)
+    check_causal(path, config)
     check_weights(path)
+    chosen: Any = fitting_class(auto_class, config)
     with nothing_executed(path):
-        loaded: Any = auto_class.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
+        loaded: Any = chosen.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
     return loaded[0], sorted(loaded[1]["missing_keys"])
 
 
@@ -119,11 +168,16 @@ def make_model(auto_class: AutoClass, path: str, **options: Any) -> PreTrainedMo
     """
     config = read_config(path)
     check_causal(path, config)
+    chosen: Any = fitting_class(auto_class, config)
     with nothing_executed(path):
-        model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]
-            config, trust_remote_code=False, **options
-        )
+        model: PreTrainedModel = chosen.from_config(config, trust_remote_code=False, **options)
     return model
+
+
+def fitting_class(auto_class: AutoClass, config: PreTrainedConfig) -> type[Any]:
+    """Return the auto class that knows a model: models with a vision tower have one of their own."""
+    is_policy = auto_class is AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_policy and reads_images_only_as_whole(config) else auto_class
 
 
 def check_causal(path: str, config: PreTrainedConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from verl_lightning.models.attention import (
     PACKS_BY_DEFAULT,
     UNTESTED,
     VARLEN,
-    best_attention,
+    attention_options,
     knows_boundaries,
     packing_obstacle,
 )
@@ -45,6 +45,7 @@ from verl_lightning.models.pretrained import AutoClass, make_model, read_config,
 from verl_lightning.models.router_replay import OWN_CHOICE, RouterReplay
 from verl_lightning.models.teaching import Comparison, Lesson, output_weight
 from verl_lightning.models.torch_files import open_safetensors
+from verl_lightning.models.vision import image_arguments, own_text_embedded, prepare_tower, tower_weights
 from verl_lightning.models.weight_files import check_readable, stored_weight
 from verl_lightning.types import Scores, TokenBatch
 
@@ -75,6 +76,7 @@ class TokenScorer(nn.Module):
         self.packs = packs
         self.is_compiled = False  # whether log-probs come from fused kernels; the strategy says
         self.sequence_group: dist.ProcessGroup | None = None  # ranks that share each packed row; the strategy says
+        self.trains_tower = False  # whether the weights that read images are in training; `assemble` says
         self.scores_squares = False  # set by modules whose advantages read `Scores.sum_squared_probs`
         self.router_replay: RouterReplay | None = None  # set by modules that replay the experts of a mixture
         self.lesson: Lesson | None = None  # of a teacher, set by modules that distil
@@ -87,7 +89,16 @@ class TokenScorer(nn.Module):
             batch: Batch on the model's device.
             with_entropy: True also returns the entropy of each token's distribution.
         """
-        score = self._packed if self.packs else self._padded
+        scores = self._scored(batch, with_entropy)
+        return self._touching_tower(scores) if self.trains_tower and torch.is_grad_enabled() else scores
+
+    def _packs(self, batch: TokenBatch) -> bool:
+        """Tell whether a batch is packed: sequences with images are not."""
+        return self.packs and batch.images is None
+
+    def _scored(self, batch: TokenBatch, with_entropy: bool) -> Scores:
+        """Score the response tokens, and send them to the experts that they were sent to before."""
+        score = self._packed if self._packs(batch) else self._padded
         if self.router_replay is None:
             return score(batch, with_entropy)
         tokens = self._read_tokens(batch)
@@ -102,18 +113,21 @@ class TokenScorer(nn.Module):
 
     def _read_tokens(self, batch: TokenBatch) -> Int[Tensor, " tokens"]:
         """Return the positions of the tokens that the backbone reads, in its order, in the flattened batch."""
-        if not self.packs:
+        if not self._packs(batch):
             return torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
         return true_positions(batch.attention_mask, sum(row.tokens for row in batch.known_lengths()))
 
     def _padded(self, batch: TokenBatch, with_entropy: bool) -> Scores:
+        positions = position_ids(batch.attention_mask)
+        inputs = {"attention_mask": batch.attention_mask, "position_ids": positions, "use_cache": False}
+        if batch.images is None:
+            return self._from_padded(batch, {"input_ids": batch.input_ids, **inputs}, with_entropy)
+        inputs |= image_arguments(self.backbone, batch, positions)
+        with own_text_embedded(self.backbone, batch) as input_ids:
+            return self._from_padded(batch, {"input_ids": input_ids, **inputs}, with_entropy)
+
+    def _from_padded(self, batch: TokenBatch, inputs: dict[str, Any], with_entropy: bool) -> Scores:
         num_positions = batch.response_mask.shape[1] + 1
-        inputs = {
-            "input_ids": batch.input_ids,
-            "attention_mask": batch.attention_mask,
-            "position_ids": position_ids(batch.attention_mask),
-            "use_cache": False,
-        }
         if self.head == "value":
             hidden = self.backbone(**inputs).last_hidden_state[:, -num_positions:-1]
             return Scores(values=self._values(hidden))
@@ -127,6 +141,12 @@ class TokenScorer(nn.Module):
             logits = response_logits(output.logits, num_positions - 1)
             scores = self._from_logits(logits, batch.response_ids, batch.temperature, with_entropy)
         return scores if self.value_head is None else replace(scores, values=self._values(hidden))
+
+    def _touching_tower(self, scores: Scores) -> Scores:
+        """Gives all weights of a tower in training a gradient, for which other ranks wait: used by this one or not."""
+        nothing = sum((weight.sum() for weight in tower_weights(self.backbone)), start=torch.zeros(())) * 0
+        floats = {name: part for name, part in vars(scores).items() if part is not None and part.is_floating_point()}
+        return replace(scores, **{name: part + nothing for name, part in floats.items()})
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """Score the real tokens alone, in one row; 0 where ``response_mask`` is False."""
@@ -302,7 +322,7 @@ def make_backbone(config: ModelConfig, head: Head) -> PreTrainedModel:
             _auto_class(head),
             config.path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=best_attention(config.attn_implementation, read_config(config.path)),
+            attn_implementation=attention_options(config.attn_implementation, read_config(config.path)),
         )
 
 
@@ -337,22 +357,12 @@ def assemble(
             holds_base=holds_base,
         )
     if trainable:
-        freeze_unread(backbone)
+        if config.lora is None:
+            prepare_tower(backbone, trains=config.train_vision_tower)
         checkpoint_activations(backbone, config.activation_checkpointing)
     scorer = TokenScorer(backbone, value_head, head, packs=decide_packing(backbone, config.packing))
+    scorer.trains_tower = trainable and config.train_vision_tower
     return scorer.train() if trainable else scorer.requires_grad_(False).eval()
-
-
-def freeze_unread(backbone: PreTrainedModel) -> None:
-    """Freeze what text never reaches, such as a vision tower: it has no gradient, for which `ddp` would wait."""
-    config, text = backbone.config, backbone.get_decoder()  # type: ignore[no-untyped-call]
-    if config.get_text_config() is config or text is backbone:
-        return
-    head = backbone.get_output_embeddings()  # type: ignore[no-untyped-call]
-    read = {id(weight) for module in (text, head) if module is not None for weight in module.parameters()}
-    for weight in backbone.parameters():
-        if id(weight) not in read:
-            weight.requires_grad_(False)
 
 
 def decide_packing(backbone: PreTrainedModel, packing: Packing) -> bool:
@@ -422,7 +432,7 @@ def load_backbone(config: ModelConfig, auto_class: AutoClass) -> PreTrainedModel
             auto_class,
             config.path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=best_attention(config.attn_implementation, read_config(config.path)),
+            attn_implementation=attention_options(config.attn_implementation, read_config(config.path)),
         )
     check_none_missing(config.path, missing)
     return model

@@ -26,6 +26,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import with_frozen, without_frozen
 from verl_lightning.models.lora import has_adapters
 from verl_lightning.models.pretrained import read_config, read_generation_config
+from verl_lightning.models.processor import ImageProcessor, image_processor
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
@@ -141,6 +142,33 @@ class PostTrainingModule(LightningModule):
         """The policy's tokenizer: pads on the left, has a chat template."""
         with told_of("model.actor"):
             return load_tokenizer(self.policy_config.path)
+
+    @cached_property
+    def processor(self) -> ImageProcessor | None:
+        """The policy's processor of images; None for a text model."""
+        with told_of("model.actor"):
+            return image_processor(self.policy_config.path)
+
+    def image_obstacle(self) -> str | None:
+        """Returns why this run can't learn from images, as the end of a sentence; None if it can."""
+        if self.policy_config.packing == "always":
+            return "`packing: always` does not fit: sequences with images are scored in padded batches. Set `auto`."
+        if getattr(self, "distillation", None) is not None:
+            return "teachers read text alone so far. Take `model.teacher` out."
+        kind = read_config(self.policy_config.path).model_type
+        for role in self.roles:
+            if (other := read_config(role.config.path).model_type) != kind:
+                return f"`{role.key}` is a `{other}`, which does not read images as the policy, a `{kind}`, does."
+        return self.contract.image_obstacle
+
+    def check_images(self, images: object) -> None:
+        """Checks that this run can learn from the images of a batch, where it has some.
+
+        Raises:
+            MisconfigurationException: If it can't.
+        """
+        if images is not None and (obstacle := self.image_obstacle()) is not None:
+            raise MisconfigurationException(f"There are images in the rows of a loader, but {obstacle}")
 
     @cached_property
     def eos_token_ids(self) -> list[int]:

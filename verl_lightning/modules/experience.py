@@ -165,6 +165,8 @@ class ExperienceMaker:
             attention_mask=rollout.attention_mask,
             response_mask=trained,
             temperature=rollout.temperature,
+            images=rollout.images,
+            mm_token_type_ids=rollout.mm_token_type_ids,
             rollout_log_probs=rollout.rollout_log_probs,
             old_log_probs=scored.log_probs,
             advantages=self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl_lightning.data.own_rows import prompt_batch
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.rollout.base import Request, SamplingConfig
 from verl_lightning.rollout.completions import answer, wait_for
 from verl_lightning.rollout.hf import HFEngine
+from verl_lightning.types import PromptImages
 
 if TYPE_CHECKING:
     from verl_lightning.modules.base import PostTrainingModule
@@ -27,8 +29,13 @@ def generate(
     """
     said: list[Any] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     tokenizer = module.tokenizer
-    text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    images: PromptImages | None = None
+    if module.processor is not None and any(isinstance(message.get("content"), list) for message in said):
+        batch = prompt_batch([{"prompt": said}], tokenizer, needs_truth=False, processor=module.processor)
+        (ids,), (images,) = batch.prompts(), batch.images or [None]
+    else:
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     engine = HFEngine(
         module.policy_config, eos_token_ids=module.eos_token_ids, pad_token_id=tokenizer.pad_token_id, batch_size=1
     )
@@ -36,7 +43,7 @@ def generate(
     try:
         if any(isinstance(child, TokenScorer) for child in module.children()):
             engine.load_weights(module.contract.named_weights(module.policy, None), 0)
-        requests = [Request(prompt_ids=ids, sampling=sampling, seed=seed, name="the conversation")]
+        requests = [Request(prompt_ids=ids, sampling=sampling, seed=seed, name="the conversation", images=images)]
         (completion,) = wait_for(answer(engine.generate, requests))
     finally:
         engine.stop()

@@ -16,7 +16,7 @@ from verl_lightning.modules.token_budget import TokenBudget, example_lengths
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import BatchT, RowLength, Scores, TokenBatch, send, with_lengths
 
-_SEQUENCE_FIELDS = ("input_ids", "attention_mask", "experts")
+_SEQUENCE_FIELDS = ("input_ids", "attention_mask", "experts", "mm_token_type_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class BatchSplitter:
         example = batches[0].rows_per_example
         budget = TokenBudget(
             max_tokens=self.max_tokens,
-            packs=model.packs,
+            packs=model.packs and all(batch.images is None for batch in batches),
             attention_cost=model.attention_cost,
             rows_per_example=example,
         )

@@ -53,6 +53,10 @@ class RewardModule(OfflineModule):
             )
         self.center_rewards_coefficient = center_rewards_coefficient
 
+    @override
+    def image_obstacle(self) -> str | None:
+        return "`RewardModule` is not tested with images. Leave such rows out."
+
     @property
     @override
     def rows_per_example(self) -> int:

@@ -121,6 +121,11 @@ class SamplingModule(PostTrainingModule):
         """True if environments alone give rewards."""
         return self.reward_config is not None and self.reward_config.function == OF_ENVIRONMENTS
 
+    @override
+    def image_obstacle(self) -> str | None:
+        obstacle = getattr(self.rollout_source, "image_obstacle", None)
+        return super().image_obstacle() or (None if obstacle is None else obstacle())
+
     @property
     def needs_greedy_rollout(self) -> bool:
         """True if the module compares with a greedy response to each prompt."""
@@ -186,7 +191,10 @@ class SamplingModule(PostTrainingModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PromptBatch:
         if isinstance(batch, PromptBatch):
             return batch
-        return prompt_batch(batch, self.tokenizer, needs_truth=self.needs_truth and not self.trainer.predicting)
+        needs_truth = self.needs_truth and not self.trainer.predicting
+        made = prompt_batch(batch, self.tokenizer, needs_truth=needs_truth, processor=self.processor)
+        self.check_images(made.images)
+        return made
 
     @override
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_lightning.functional.groups import group_statistics
 from verl_lightning.modules.judge import RewardResult
-from verl_lightning.types import Rollout
+from verl_lightning.types import ImageInputs, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,18 @@ class ScoredRollout:
         """Plain tensors, numbers and strings, on the host."""
         host = self.to(torch.device("cpu"))
         return {
-            "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None, episodes=None)),
+            "rollout": _fields(dataclasses.replace(host.rollout, row_lengths=None, episodes=None))
+            | _plain_images(host.rollout),
             "verdict": _fields(host.reward_result),
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ScoredRollout:
         """Restores, on the host, the rollout that a `state_dict` was taken from."""
-        return cls(rollout=Rollout(**state["rollout"]), reward_result=RewardResult(**state["verdict"]))
+        rollout = dict(state["rollout"])
+        if rollout.get("images") is not None:
+            rollout["images"] = tuple(None if images is None else ImageInputs(**images) for images in rollout["images"])
+        return cls(rollout=Rollout(**rollout), reward_result=RewardResult(**state["verdict"]))
 
     def _select(self, rows: Int[Tensor, " rows"]) -> ScoredRollout:
         reward_result = dataclasses.replace(
@@ -125,6 +129,13 @@ def _share(parts: Sequence[ScoredRollout], *, rank: int, ranks: int, pad_token_i
     )
 
 
+def _plain_images(rollout: Rollout) -> dict[str, Any]:
+    """The images of a rollout's rows as plain tensors; nothing without images."""
+    if rollout.images is None:
+        return {}
+    return {"images": [None if images is None else dict(vars(images)) for images in rollout.images]}
+
+
 def _fields(instance: Rollout | RewardResult) -> dict[str, Any]:
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
@@ -172,7 +183,16 @@ def join_rollouts(parts: Sequence[Rollout], *, pad_token_id: int) -> Rollout:
     )
     if all(part.episodes is not None for part in parts):
         joined["episodes"] = tuple(episode for part in parts for episode in part.episodes or ())
+    if any(part.images is not None for part in parts):
+        joined["images"] = tuple(images for part in parts for images in part.images or [None] * len(part))
+        joined["mm_token_type_ids"] = torch.cat([_padded_types(part, prompts, responses) for part in parts])
     return Rollout(temperature=parts[0].temperature, **joined)
+
+
+def _padded_types(rollout: Rollout, prompts: int, responses: int) -> Int[Tensor, "rows columns"]:
+    width, types = rollout.response_mask.shape[1], rollout.mm_token_type_ids
+    types = torch.zeros_like(rollout.input_ids) if types is None else types
+    return F.pad(types, (prompts - (types.shape[1] - width), responses - width))
 
 
 def dealt_prompts(counts: Sequence[int], *, rank: int, ranks: int) -> list[int]:

@@ -108,7 +108,11 @@ class SFTModule(OfflineModule):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> TokenBatch:
-        return batch if isinstance(batch, TokenBatch) else chat_batch(batch, self.tokenizer)
+        if isinstance(batch, TokenBatch):
+            return batch
+        made = chat_batch(batch, self.tokenizer, self.processor)
+        self.check_images(made.images)
+        return made
 
     @override
     def count(self, batch: TokenBatch) -> Tensor:

@@ -133,7 +133,7 @@ class Teachers:
         if self.config.context is None:
             return batch
         found = [Row(values=self._with_context(row), name="a prompt", file="data") for row in rows]
-        prompts = [ids for _, ids in tokenize_prompts(found, self.tokenizer, self.enable_thinking)]
+        prompts = [prompt.ids for prompt in tokenize_prompts(found, self.tokenizer, self.enable_thinking)]
         return with_prompts(batch, prompts, pad_token_id=int(self.tokenizer.pad_token_id))
 
     def _with_context(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_lightning.options import Options
 from verl_lightning.rollout.weight_sums import WeightSums
-from verl_lightning.types import Episode
+from verl_lightning.types import Episode, PromptImages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,9 @@ class Request:
 
     name: str
     """The user's name for it, such as ``prompt 3, sample 0``."""
+
+    images: PromptImages | None = None
+    """Images of the prompt, whose tokens come first in ``prompt_ids``."""
 
 
 class Completion(NamedTuple):

@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
-from verl_lightning.types import Episode, Rollout
+from verl_lightning.types import Episode, PromptImages, Rollout
 
 T = TypeVar("T")
 
 
 def make_requests(
-    prompts: Sequence[list[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
+    prompts: Sequence[list[int]],
+    seeds: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[Request]:
     """Makes a request for each sample of each prompt; those of one prompt are adjacent.
 
@@ -28,11 +31,12 @@ def make_requests(
         prompts: Tokens of each prompt.
         seeds: Seeds of each prompt's samples.
         sampling: Settings by which all are sampled.
+        images: Images of each prompt; None without any.
     """
-    single = dataclasses.replace(sampling, num_samples=1)
+    single, shown = dataclasses.replace(sampling, num_samples=1), images or [None] * len(prompts)
     return [
-        Request(prompt_ids=tokens, sampling=single, seed=seed, name=f"prompt {row}, sample {sample}")
-        for row, (tokens, own_seeds) in enumerate(zip(prompts, seeds, strict=True))
+        Request(prompt_ids=tokens, sampling=single, seed=seed, name=f"prompt {row}, sample {sample}", images=own)
+        for row, (tokens, own_seeds, own) in enumerate(zip(prompts, seeds, shown, strict=True))
         for sample, seed in enumerate(own_seeds)
     ]
 
@@ -89,8 +93,33 @@ def to_rollout(
         is_truncated=torch.tensor([completion.is_truncated for completion in completions]),
         prompt_index=torch.arange(len(requests)) // num_samples,
         episodes=episodes or None,
+        **image_fields(requests, list(map(len, asked)), prompts.shape[1], max(map(len, tokens))),
     )
     return rollout.to(device)
+
+
+def image_fields(
+    requests: Sequence[Request], lengths: Sequence[int], prompt_width: int, response_width: int
+) -> dict[str, Any]:
+    """Returns the fields of a token batch that tell of images; none without images.
+
+    Args:
+        requests: Request of each row.
+        lengths: Tokens of each row in the columns of the prompts.
+        prompt_width: Columns of the prompts, which end in the last of them.
+        response_width: Columns of the responses.
+    """
+    if all(request.images is None for request in requests):
+        return {}
+    types = torch.zeros(len(requests), prompt_width + response_width, dtype=torch.long)
+    for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        if request.images is not None:
+            own, start = request.images.mm_token_type_ids, prompt_width - length
+            types[row, start : start + len(own)] = torch.tensor(own)
+    return {
+        "images": tuple(request.images and request.images.inputs for request in requests),
+        "mm_token_type_ids": types,
+    }
 
 
 def pack_completions(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from verl_lightning.models.scorer import position_ids
+from verl_lightning.models.vision import image_arguments, own_text_embedded
 from verl_lightning.rollout.base import Request
-from verl_lightning.rollout.completions import pad_left
+from verl_lightning.rollout.completions import image_fields, pad_left
 from verl_lightning.rollout.token_sampling import draw_noise, sample_tokens
+from verl_lightning.types import TokenBatch
 
 
 class Row:
@@ -34,6 +36,8 @@ class Row:
         self.versions: list[int] = []
         self.is_open = True
         self.is_truncated = False
+        self.shift = 0
+        """Positions by which images set the response off from its prompt's number of tokens."""
         self._noise = draw_noise(request.seed, request.sampling.max_new_tokens)
 
     @property
@@ -44,7 +48,7 @@ class Row:
     @property
     def position(self) -> int:
         """Position of the newest token."""
-        return len(self.request.prompt_ids) + len(self.tokens) - 1
+        return len(self.request.prompt_ids) + len(self.tokens) - 1 + self.shift
 
     @property
     def sequence(self) -> list[int]:
@@ -81,15 +85,13 @@ class RunningBatch:
         self._ends = frozenset(ends)
         self._device = model.device
         self._cache = DynamicCache(config=model.config)
-        prompts = [row.sequence for row in rows]
-        counts = [1] * len(rows)
+        groups = [[row] for row in rows]
         if self.can_grow:  # then samples can share what was read of their prompt
-            groups = [(tokens, len(list(same))) for tokens, same in groupby(prompts)]
-            prompts, counts = [tokens for tokens, _ in groups], [count for _, count in groups]
-        mask = pad_left([[True] * len(tokens) for tokens in prompts], False).to(self._device)
-        ids = pad_left(prompts, pad_token_id).to(self._device)
-        logits = self._read(model, ids, position_ids(mask), mask)
-        samples = torch.arange(len(prompts), device=self._device).repeat_interleave(torch.tensor(counts).to(ids.device))
+            by_prompt = groupby(rows, lambda row: (row.sequence, id(row.request.images)))
+            groups = [list(same) for _, same in by_prompt]
+        logits, mask = self._read_prompts(model, groups, pad_token_id)
+        counts = torch.tensor([len(group) for group in groups]).to(self._device)
+        samples = torch.arange(len(groups), device=self._device).repeat_interleave(counts)
         if self.can_grow:
             self._cache.batch_select_indices(samples)
         self._mask = mask[samples]
@@ -126,8 +128,34 @@ class RunningBatch:
             assert isinstance(joining, DynamicLayer)
             join_layers(layer, joining, width - 1)  # the newest token is not read yet
 
+    def _read_prompts(
+        self, model: PreTrainedModel, groups: list[list[Row]], pad_token_id: int
+    ) -> tuple[Float[Tensor, "prompts vocab"], Bool[Tensor, "prompts columns"]]:
+        """Return the logits of the next token of each group of equal sequences, and the mask of these."""
+        read = [group[0].sequence for group in groups]
+        mask = pad_left([[True] * len(tokens) for tokens in read], False).to(self._device)
+        ids = pad_left(read, pad_token_id).to(self._device)
+        positions = position_ids(mask)
+        fields = image_fields([group[0].request for group in groups], list(map(len, read)), ids.shape[1], 0)
+        if not fields:
+            return self._read(model, ids, positions, mask), mask
+        batch = TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, :0], **fields).to(self._device)
+        arguments = image_arguments(model, batch, positions)
+        positions = arguments.pop("position_ids", positions)
+        last = positions.view(-1, *mask.shape).amax((0, 2)).tolist()
+        for group, position in zip(groups, last, strict=True):
+            for row in group:
+                row.shift = position + 1 - len(row.sequence)
+        with own_text_embedded(model, batch) as shown:
+            return self._read(model, shown, positions, mask, **arguments), mask
+
     def _read(
-        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Bool[Tensor, "rows columns"]
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Bool[Tensor, "rows columns"],
+        **images: Tensor,
     ) -> Float[Tensor, "rows vocab"]:
         """Return the logits of the next token."""
         output = model(
@@ -137,6 +165,7 @@ class RunningBatch:
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **images,
         )
         logits: Tensor = output.logits
         return logits[:, -1].float()

@@ -6,6 +6,7 @@ One engine a process, or one that some processes share by tensor parallelism.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib
 import math
@@ -26,11 +27,13 @@ from torch import Tensor
 from verl_lightning.compat import vllm as compat
 from verl_lightning.faults import RunError
 from verl_lightning.models.pretrained import read_config
+from verl_lightning.models.vision import has_tower
 from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.processes import loopback
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.stepping import Recipe, SteppingEngine, late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
+from verl_lightning.rollout.vllm_images import check_written_out, vllm_prompt
 from verl_lightning.rollout.vllm_sampling import check_guide, check_speculation, sampling_options
 from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
@@ -56,6 +59,9 @@ class Late(NamedTuple):
 
     stretches: list[tuple[int, int]]
     """Each earlier version of the weights, and the number of tokens when the next one came."""
+
+    prompt_ids: list[int] | None
+    """Prompt as vLLM must have written out the placeholders of its images; None for one of text alone."""
 
 
 class VLLMEngine(SteppingEngine):
@@ -191,6 +197,8 @@ class VLLMEngine(SteppingEngine):
         """
         if not self._running.reset_prefix_cache(reset_running_requests=bool(self._late)):
             raise RuntimeError("vLLM kept a part of its prefix cache.")
+        if self._reads_images:
+            self._running.llm_engine.reset_encoder_cache()
 
     def weight_sums(self) -> WeightSums:
         """Sum the weights that the engine holds in this process; of one that is shared, none."""
@@ -222,9 +230,9 @@ class VLLMEngine(SteppingEngine):
         self._check_length(len(request.prompt_ids), request.sampling.max_new_tokens)
         params = importlib.import_module("vllm").SamplingParams
         options = sampling_options(request.sampling, self.config)
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
+        prompt = vllm_prompt(request) | {"cache_salt": str(self._version)}
         engine.add_request(str(key), prompt, params(seed=request.seed, **options), lora_request=self._adapter)
-        self._late[key] = Late(request.name, time.monotonic(), [])
+        self._late[key] = Late(request.name, time.monotonic(), [], request.prompt_ids if request.images else None)
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, Completion]]:
@@ -238,8 +246,12 @@ class VLLMEngine(SteppingEngine):
         with self._watch(lambda: f"step {num_steps} of vLLM did not return. {self._late_message()}"):
             while self._late and num_steps < STEPS:
                 num_steps += 1
-                outputs = {int(output.request_id): output.outputs[0] for output in engine.step()}
-                ended = [(key, self._completion(output, self._late.pop(key))) for key, output in outputs.items()]
+                outputs = {int(output.request_id): output for output in engine.step()}
+                for key, output in outputs.items():
+                    check_written_out(self._late[key].name, self._late[key].prompt_ids, output.prompt_token_ids)
+                ended = [
+                    (key, self._completion(output.outputs[0], self._late.pop(key))) for key, output in outputs.items()
+                ]
                 self._check_deadline()
                 if ended:
                     return ended
@@ -328,10 +340,15 @@ class VLLMEngine(SteppingEngine):
             "distributed_executor_backend": launcher(self._device),
             "tensor_parallel_size": self.config.tensor_parallel_size,
             "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
-            "skip_tokenizer_init": not self.config.makes_text,
+            "skip_tokenizer_init": not (self.config.makes_text or self._reads_images),
             "enable_prefix_caching": True,
             "speculative_config": None if self.config.speculation is None else self.config.speculation.vllm_options(),
         }
+
+    @functools.cached_property
+    def _reads_images(self) -> bool:
+        """True if the policy is one that images can be asked of."""
+        return has_tower(read_config(self.config.path))
 
     @property
     def _has_draft_model(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from verl_lightning.models.blocks import attention_heads
 from verl_lightning.models.scorer import TokenScorer
+from verl_lightning.models.vision import tower_weights
 
 SQUARED_LENGTHS = "perf/squared_lengths"
 """Sum over all sequences of the squares of their lengths, which attention's operations follow; not logged."""
@@ -142,10 +143,12 @@ def _active(model: TokenScorer, *, trainable: bool) -> float:
     """Weights that a token is multiplied with: without look-up tables and without experts that it is not sent to."""
     config = model.backbone.config.get_text_config()
     shapes = model.weight_shapes()
-    frozen = {name for name, weight in model.named_parameters() if trainable and not weight.requires_grad}
+    tower = {id(weight) for weight in tower_weights(model.backbone)}  # which no token is multiplied with
+    named = model.named_parameters()
+    frozen = {name for name, weight in named if id(weight) in tower or (trainable and not weight.requires_grad)}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", experts) / experts
-    looks_up = model.head == "value" or not config.tie_word_embeddings
+    looks_up = model.head == "value" or not model.backbone.config.tie_word_embeddings
     count = 0.0
     for name in shapes.keys() - frozen:
         if not (looks_up and name.endswith("embed_tokens.weight")):
