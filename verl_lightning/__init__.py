@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from verl_lightning.modules.teacher_config import TeacherConfig
     from verl_lightning.rewards.base import RewardSample
-    from verl_lightning.rewards.config import RewardConfig, WeightedReward
+    from verl_lightning.rewards.config import RewardConfig, RewardModelConfig, WeightedReward
     from verl_lightning.rollout.base import SamplingConfig
     from verl_lightning.rollout.turns import TurnsConfig
     from verl_lightning.strategies import DDPStrategy, FSDPStrategy, MegatronStrategy
@@ -129,7 +129,7 @@ _NAMES = {
     ),
     "modules.teacher_config": ("TeacherConfig",),
     "rewards": ("RewardSample",),
-    "rewards.config": ("RewardConfig", "WeightedReward"),
+    "rewards.config": ("RewardConfig", "RewardModelConfig", "WeightedReward"),
     "rollout.base": ("SamplingConfig",),
     "rollout.turns": ("TurnsConfig",),
     "strategies": (

@@ -39,6 +39,7 @@ from verl_lightning.modules import DPOModule, PPOModule, RewardModule
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.objectives import Normalizer, PolicyObjective
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
+from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import Experience, Rollout
 
@@ -51,6 +52,7 @@ LOSSES = (
     "kl",
     "actor/pg_loss",
     "actor/kl_loss",
+    "actor/distillation_loss",
     "actor/entropy",
     "critic/vf_loss",
     "critic/score/mean",
@@ -128,6 +130,7 @@ class Bench:
 def write_inputs(folder: Path) -> None:
     """The model and the data of all scenarios."""
     write_tiny_folder(folder / "model")
+    write_tiny_folder(folder / "teacher", seed=7, hidden_size=48)
     write_prompt_file(folder / "prompts.jsonl")
     write_uneven_chat_file(folder / "chats.jsonl")
     write_pair_file(folder / "pairs.jsonl")
@@ -233,6 +236,22 @@ def reward_model(bench: Bench) -> Results:
     """Eight pairs a step, packed, in several micro-batches; the head starts at zero."""
     actor = bench.model(packing="always")
     return bench.fit(RewardModule(actor, center_rewards_coefficient=0.01, max_tokens_per_micro_batch=96))
+
+
+def taught_beside_rewards(bench: Bench) -> Results:
+    """Two teachers, one of which has no prompts, and rewards; packed, in several micro-batches."""
+    path = str(bench.folder / "teacher")
+    update = UpdateConfig(mini_batch_size=2, max_tokens_per_micro_batch=40)
+    teacher = TeacherConfig(path=path, by_source={"sort4": path}, beta=0.5, aggregation="seq-mean-token-mean")
+    return bench.fit(bench.ppo(actor=bench.model(packing="always"), teacher=teacher, update=update))
+
+
+def taught_by_an_older_policy(bench: Bench) -> Results:
+    """The policy of two iterations before, with adapters, of which the teacher lists a few tokens."""
+    teacher = TeacherConfig(update_every=2, top_k=5)
+    return bench.fit(
+        bench.ppo(actor=bench.model(lora=LoraConfig(rank=4)), teacher=teacher, advantage=None, reward=None)
+    )
 
 
 def one_rank_without_rewards(bench: Bench) -> Results:
@@ -349,6 +368,8 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         dpo_accumulated,
         kto_with_adapters,
         reward_model,
+        taught_beside_rewards,
+        taught_by_an_older_policy,
         one_rank_without_rewards,
         one_rank_without_rewards_for_its_critic,
         nothing_to_train_on,

@@ -45,7 +45,7 @@ LAYOUTS = {
     ),
     "replicated": Layout(devices=4, options={"replicate_size": 2}, scenarios=("sft_accumulated",)),
     "sequence_parallel_beside_data_parallel": Layout(
-        devices=4, options={"sequence_parallel_size": 2}, scenarios=("packed_within_a_budget",)
+        devices=4, options={"sequence_parallel_size": 2}, scenarios=("packed_within_a_budget", "taught_beside_rewards")
     ),
     "replicated_sequence_parallel": Layout(
         devices=4,

@@ -98,7 +98,8 @@ class Judge:
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
-        self._pool = None if config.function == OF_ENVIRONMENTS else make_pool(config)
+        is_silent = config.function == OF_ENVIRONMENTS or not config.parts
+        self._pool = None if is_silent else make_pool(config)
         self._tokenizer = tokenizer
         self._has_warned = False
 

@@ -163,8 +163,8 @@ class PPOModule(SamplingModule):
     @property
     @override
     def roles(self) -> list[ModelRole]:
-        teachers = self.distillation.roles if self.distillation else []
-        return ppo_roles(self.policy_config, self.critic_config, self.kl) + teachers
+        others = self.reward_roles + (self.distillation.roles if self.distillation else [])
+        return ppo_roles(self.policy_config, self.critic_config, self.kl) + others
 
     pass_key = "model.update.max_tokens_per_micro_batch"
 
@@ -224,7 +224,10 @@ class PPOModule(SamplingModule):
         if self.distillation is not None:
             self.distillation.check(self)
         models = {}
+        self.make_reward_model()
         for role in self.roles:
+            if role in self.reward_roles:
+                continue
             with told_of(role.key):
                 is_kept = role.trainable or role.is_kept
                 models[role.name] = self.contract.make_model(role.config, role.head, trainable=is_kept)

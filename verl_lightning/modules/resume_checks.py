@@ -78,9 +78,10 @@ def tokenizer_identities(tokenizer: PreTrainedTokenizerBase, path: str) -> dict[
 
 def reward_identities(config: RewardConfig) -> dict[str, Identity]:
     """Identifies the models whose paths reward functions are given, by their files' names, sizes and edges."""
+    path = {} if config.model is None else {"path": config.model.path}
+    found = argument_identities("model.reward.model", "reward model", path)
     if config.function is not None:
-        return argument_identities("model.reward.arguments", "reward model", config.arguments)
-    found: dict[str, Identity] = {}
+        return found | argument_identities("model.reward.arguments", "reward model", config.arguments)
     for index, part in enumerate(config.functions):
         place, name = f"model.reward.functions[{index}].arguments", f"reward model of {part.label}:"
         found |= argument_identities(place, name, part.arguments)

@@ -14,8 +14,10 @@ from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
+from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, RewardResult, response_texts, unjudged
+from verl_lightning.modules.model_rewards import ModelRewards, check_reward_model, reward_role
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -90,6 +92,7 @@ class SamplingModule(PostTrainingModule):
         self.reward_config = reward
         self.validation = validation
         self._judge: Judge | None = None
+        self._model_rewards: ModelRewards | None = None
         self._scored: list[ScoredResponse] = []
 
     @property
@@ -97,6 +100,7 @@ class SamplingModule(PostTrainingModule):
     def validation_metrics(self) -> set[str] | None:
         names = ["reward", "response_length", "unscored_responses", *(f"pass@{k}" for k in self.validation.pass_k)]
         parts = [f"reward/{part.label}" for part in self.reward_config.functions] if self.reward_config else []
+        parts += ["reward/model"] if self.reward_roles else []
         return {f"val/{name}" for name in [*names, *parts]}
 
     @property
@@ -114,7 +118,7 @@ class SamplingModule(PostTrainingModule):
     @property
     def needs_truth(self) -> bool:
         """True if a reward function judges responses, which compares them with a row's ``ground_truth``."""
-        return self.reward_config is not None and not self._leaves_rewards
+        return self.reward_config is not None and bool(self.reward_config.parts) and not self._leaves_rewards
 
     @property
     def _leaves_rewards(self) -> bool:
@@ -149,6 +153,23 @@ class SamplingModule(PostTrainingModule):
         if config.function is None:
             reward = {"model.reward.functions": {part.label: part.weight for part in config.functions}}
         return super().told_settings() | reward
+
+    @property
+    def reward_roles(self) -> list[ModelRole]:
+        """The reward model, where there is one."""
+        config = None if self.reward_config is None else self.reward_config.model
+        return [] if config is None else [reward_role(config)]
+
+    def make_reward_model(self) -> None:
+        """Makes the reward model, where there is one. Collective; called in ``configure_model``."""
+        for role in self.reward_roles:
+            assert self.reward_config is not None
+            assert self.reward_config.model is not None
+            with told_of(role.key):
+                check_reward_model(self.reward_config.model, self.tokenizer, self.contract)
+                model = self.contract.make_model(role.config, role.head, trainable=False)
+            model.disable_dropout()
+            self._model_rewards = ModelRewards(self.reward_config.model, model, self.tokenizer, self.contract)
 
     @override
     def setup(self, stage: str) -> None:
@@ -268,7 +289,8 @@ class SamplingModule(PostTrainingModule):
         if contract.model_parallel_size > 1:
             own = contract.gather_over_model_parallel(own and own.to(torch.device("cpu")))[0]
         assert own is not None
-        return own.to(rollout.input_ids.device)
+        result = own.to(rollout.input_ids.device)
+        return result if self._model_rewards is None else self._model_rewards.added(result, rollout)
 
     def _rows_to_try(self) -> list[dict[str, Any]]:
         return [] if self.prompt_source is None else self.prompt_source.first_rows()

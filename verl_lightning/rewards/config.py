@@ -49,6 +49,39 @@ class WeightedReward(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(Options, key="model.reward.model"):
+    """A reward model on the trainer's devices, spread as the policy is."""
+
+    path: str
+    """Folder or hub name of a sequence classifier with one label and the policy's tokens, such as `RewardModule`
+    exports."""
+
+    weight: float = 1.0
+    """Factor of its reward in the sum with those of functions and environments."""
+
+    step: str | None = None
+    """Text whose tokens end a step of a response, such as a line feed: each step is rewarded where it ends, with the
+    value there, and the response's reward is the sum. Null rewards the whole response at its end."""
+
+    micro_batch_size: int = 8
+    """Sequences of one forward pass on one rank."""
+
+    offload: bool = False
+    """True keeps the model in the host's memory but while it judges; not with strategies that spread models."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stored weights."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"`model.reward.model.weight` must be a finite number, got {self.weight}.")
+        if self.micro_batch_size < 1:
+            raise ValueError(f"`model.reward.model.micro_batch_size` must be at least 1, got {self.micro_batch_size}.")
+        if self.step == "":
+            raise ValueError("`model.reward.model.step` is empty: give the text that ends a step, or null.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(Options, key="model.reward"):
     """Reward functions that judge the responses, and settings for running them."""
 
@@ -59,6 +92,9 @@ class RewardConfig(Options, key="model.reward"):
     functions: list[WeightedReward] = field(default_factory=list)
     """Several functions in place of the one, such as ``[{function: math, weight: 1.0}, {function: boxed_format, weight:
     0.1}]``. The reward is the weighted sum of theirs, and each is logged by its name."""
+
+    model: RewardModelConfig | None = None
+    """A reward model, beside the functions or in their place."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, the same for every sample. They are saved and logged with the other settings;
@@ -127,6 +163,8 @@ class RewardConfig(Options, key="model.reward"):
         """The option with the functions, as messages name it."""
         if self.function is not None:
             return f"`function: {self.function}`"
+        if self.model is not None and not self.functions:
+            return f"`model: {self.model.path}`"
         return f"`functions: [{', '.join(part.function for part in self.functions)}]`"
 
     @property
@@ -140,7 +178,7 @@ class RewardConfig(Options, key="model.reward"):
                 f"`function` (`{self.function}`) and `functions` are both set. Leave one of them out: with `functions`,"
                 " a file's `function` is taken back by `function: null`."
             )
-        if not self.function and not self.functions:
+        if self.function == "" or not (self.function or self.functions or self.model):
             raise ValueError("`function` must name the reward function, such as `gsm8k`, but it is empty.")
         if self.functions and self.arguments:
             raise ValueError("`arguments` are of the one `function`. Give each of the `functions` its own.")
