@@ -98,7 +98,7 @@ def translate_loggers(verl: VerlConfig) -> Findings:
         yield Remark(source="trainer.logger", reason="metrics go to the console and to a CSV file", needed=False)
     for key in (project, name):
         if key in verl.given and key not in used:
-            yield Remark(source=key, reason="names a run in loggers that are not used", needed=False)
+            yield Remark(source=key, reason="`--name` names a run and its folder", needed=False)
     key = "trainer.default_local_dir"
     if key in verl.given:
         yield Setting(key="trainer.default_root_dir", value=at_home(str(verl[key])), sources=(key,))
