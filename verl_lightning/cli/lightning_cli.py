@@ -233,17 +233,18 @@ class CLI(OpenCLI):
 
     def before_fit(self) -> None:
         """Keeps other runs out, and lets a resumed run go on in its W&B run; Lightning opens that before any hook."""
-        self._lock_folders()
-        name_in_wandb(self.trainer)
+        self._take_folder()
         path = self.built("ckpt_path")
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResumeWandb) and path is not None:
                 callback.continue_from(self.trainer, path)
 
-    def _lock_folders(self) -> None:
+    def _take_folder(self) -> None:
+        """Has the folder locked before any hook writes to it, and shown as the run's name elsewhere."""
         lock_first(self.trainer)
+        name_in_wandb(self.trainer)
 
-    before_validate = before_test = _lock_folders
+    before_validate = before_test = _take_folder
 
     @property
     def ending(self) -> Ending:
