@@ -61,6 +61,8 @@ _NAMES = {
         "ReMax",
         "ReinforcePlusPlus",
         "ReinforcePlusPlusBaseline",
+        "TurnDiscount",
+        "TurnGAE",
     ),
     "algorithms.corrections": (
         "IcePop",

@@ -11,18 +11,18 @@ def discounted_returns(
     token_rewards: Float[Tensor, "batch response"],
     response_mask: Bool[Tensor, "batch response"],
     *,
-    discount: float,
+    discount: float | Float[Tensor, "batch response"],
 ) -> Float[Tensor, "batch response"]:
     """Discounted sum of each trainable token's reward and of those after it; masked tokens cost no discount.
 
     With ``t + 1`` the next trainable token::
 
-        G_t = token_rewards_t + discount * G_{t+1}
+        G_t = token_rewards_t + discount_t * G_{t+1}
 
     Args:
         token_rewards: Of each token, in units of reward.
         response_mask: True on response tokens; False on tool output and padding.
-        discount: Per trainable token, in ``[0, 1]``.
+        discount: Per trainable token, in ``[0, 1]``; one number, or that of what follows each token.
 
     Returns:
         ``G_t`` on response tokens, 0 elsewhere.

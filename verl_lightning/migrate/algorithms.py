@@ -25,6 +25,7 @@ ESTIMATORS = {
     "grpo_passk": "GRPOPassK",
     "gdpo": "GDPO",
     "optimal_token_baseline": "OptimalTokenBaseline",
+    "tir_optimal_token_baseline": "OptimalTokenBaseline",  # which skips what is read between turns
 }
 """Our class for each of verl's `adv_estimator`."""
 

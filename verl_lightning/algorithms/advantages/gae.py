@@ -42,12 +42,12 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     values = torch.where(response_mask, values, 0.0)
-    delta = token_rewards + gamma * _next_trainable(values, response_mask) - values
+    delta = token_rewards + gamma * next_trainable(values, response_mask) - values
     advantages = discounted_returns(delta, response_mask, discount=gamma * lam)
     return advantages, advantages + values
 
 
-def _next_trainable(
+def next_trainable(
     values: Float[Tensor, "batch response"], response_mask: Bool[Tensor, "batch response"]
 ) -> Float[Tensor, "batch response"]:
     """The value at the next True after each position, 0 where there is none."""
