@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 
+from verl_lightning.data.mixture import Mixture
 from verl_lightning.seeding import derive_seed
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -66,9 +67,10 @@ class TrainLoader:
         seed: Seed of the orders.
         limit_batches: Number of batches of an epoch that are used (int), or their share (float), as Lightning's
             ``limit_train_batches``; Lightning cuts the epoch, this loader has to know where.
+        mixture: Shares of several kinds of rows in each global batch; None takes rows as they come.
 
     Raises:
-        ValueError: If the rows don't fill one global batch.
+        ValueError: If the rows don't fill one global batch, or those of a kind not its share.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainLoader:
         shuffle: bool,
         seed: int,
         limit_batches: int | float = 1.0,
+        mixture: Mixture | None = None,
     ) -> None:
         self.source = source
         self.batch_size = batch_size
@@ -98,10 +101,13 @@ class TrainLoader:
         is_count = isinstance(limit_batches, int)
         used = min(self.num_batches, limit_batches) if is_count else int(self.num_batches * limit_batches)
         self.used_batches = int(used)
+        self.mixture = mixture
         self._end = self.used_batches * self.global_batch_size
         self._epoch = 0
         self._position = 0
         self._resumes = False
+        if mixture is not None:
+            self._order(0)  # refuses shares that the rows don't fill
 
     def __len__(self) -> int:
         """Number of batches of a whole epoch."""
@@ -146,6 +152,7 @@ class TrainLoader:
             "num_rows": len(self.source),
             "rows": self._fingerprint,
             "seed": self.seed if self.shuffle else None,
+            "mixture": self._mixture,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,6 +211,9 @@ class TrainLoader:
         return ""
 
     def _change_of_order(self, state: dict[str, Any]) -> str:
+        if (mixed := state.get("mixture", "")) != self._mixture:
+            there, here = (f"mixed by {mixture}" if mixture else "not mixed" for mixture in (mixed, self._mixture))
+            return f"The training rows were {there} when the checkpoint was saved, and are {here} now."
         ours = self.seed if self.shuffle else None
         saved = state.get("seed", ours)
         if saved == ours:
@@ -220,7 +230,18 @@ class TrainLoader:
             " now."
         )
 
+    @property
+    def _mixture(self) -> str:
+        """Shares, batches and their size, on which the order of mixed rows depends; empty where none are mixed."""
+        if self.mixture is None:
+            return ""
+        return f"{self.mixture.description} in {self.used_batches} batches of {self.global_batch_size}"
+
     def _order(self, epoch: int) -> list[int]:
+        if self.mixture is not None:
+            seed = self.seed if self.shuffle else None
+            size = self.global_batch_size
+            return self.mixture.order(epoch, num_batches=self.used_batches, batch_size=size, seed=seed)
         if not self.shuffle:
             return list(range(len(self.source)))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch, "data order"))

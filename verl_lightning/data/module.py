@@ -15,6 +15,7 @@ from typing_extensions import override
 from verl_lightning.data.files import Row
 from verl_lightning.data.images import ImageFile
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
+from verl_lightning.data.mixture import Mixture
 from verl_lightning.data.resumed_epoch import ResumeEpoch
 from verl_lightning.faults import told_of
 from verl_lightning.pictures import ImageReader
@@ -55,6 +56,11 @@ class TokenizedDataModule(LightningDataModule):
     @abstractmethod
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> BatchSource[object]:
         """Reads, checks and tokenises files."""
+
+    def mixture_of(self, source: BatchSource[object]) -> Mixture | None:
+        """Returns the shares of several kinds of training rows; None takes rows as they come."""
+        del source
+        return None
 
     @abstractmethod
     def train_batch_size(self, world_size: int) -> int:
@@ -100,8 +106,10 @@ class TokenizedDataModule(LightningDataModule):
         shuffle = self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined] # set by a connector
         if shuffle != self.shuffle:
             rank_zero_info("`overfit_batches` is set: training rows are not shuffled.")
+        source = self.read(self.train_files, tokenizer)
         return TrainLoader(
-            self.read(self.train_files, tokenizer),
+            source,
+            mixture=self.mixture_of(source),
             batch_size=self.train_batch_size(world_size),
             rank=rank,
             world_size=world_size,

@@ -14,7 +14,9 @@ from typing_extensions import override
 from verl_lightning.data.files import Row, fingerprint
 from verl_lightning.data.images import ImageFile, expand, messages_and_images, read_images, without_marks
 from verl_lightning.data.lengths import Overlong, within_limit
+from verl_lightning.data.loader import BatchSource
 from verl_lightning.data.messages import FLAG_KEYS, Message
+from verl_lightning.data.mixture import Mixture, MixtureConfig
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
@@ -118,6 +120,8 @@ class PromptDataModule(TokenizedDataModule):
         enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
         shuffle: True shuffles the training prompts anew in each epoch, by the run's seed.
+        mixture: Shares of several kinds of prompts, such as those of several files, in each step; null takes prompts as
+            they come.
 
     Raises:
         ValueError: In ``setup``, if a file or row is not as described, or if the ranks can't share a batch equally.
@@ -137,6 +141,7 @@ class PromptDataModule(TokenizedDataModule):
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,
         shuffle: bool = True,
+        mixture: MixtureConfig | None = None,
     ) -> None:
         super().__init__(train_files, val_files, test_files, shuffle=shuffle)
         for name, value in (
@@ -154,6 +159,9 @@ class PromptDataModule(TokenizedDataModule):
         self.overlong = overlong
         self.enable_thinking = enable_thinking
         self._needs_truth = True
+        if mixture is not None:
+            mixture.check_size(prompts_per_step)
+        self.mixture = mixture
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
@@ -198,6 +206,13 @@ class PromptDataModule(TokenizedDataModule):
             for row in rows:
                 found.setdefault(row["data_source"], row)
         return list(found.values())[:_MAX_SOURCES]
+
+    @override
+    def mixture_of(self, source: BatchSource[object]) -> Mixture | None:
+        if self.mixture is None:
+            return None
+        assert isinstance(source, PromptDataset)
+        return Mixture(self.mixture, [row.get(self.mixture.column) for row in source.rows])
 
     @override
     def train_batch_size(self, world_size: int) -> int:
