@@ -16,6 +16,8 @@ from verl_lightning.rollout.completions import wait_for
 class Counting(Environment):
     """Says a digit until three turns are over; each turn is worth its length, and the last one ten more."""
 
+    is_quick = True
+
     def __init__(self, turns: int = 3):
         self.turns, self.heard = turns, []
 
@@ -51,6 +53,8 @@ class Blocking(Sleeping):
 
 class Unruly(Counting):
     """Does what its row says."""
+
+    is_quick = False
 
     async def step(self, message):
         match self.row["fault"]:

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from tests.environments.worlds import Counting
 from tests.resume.experiment import NUM_STEPS, Experiment, assert_same_state
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft
 from tests.tiny import write_chat_file, write_prompt_file
@@ -37,13 +38,13 @@ def files(tmp_path_factory, tiny_folder):
     }
 
 
-def ppo_experiment(files, name, model="tiny", actor=None, **changes):
+def ppo_experiment(files, name, model="tiny", actor=None, rollout=None, **changes):
     actor = make_model_config(files[model], optim=OPTIM, **actor or {})
     return Experiment(
         folder=files["folder"] / name,
         make_module=lambda: make_ppo(files[model], actor=actor, **changes),
         make_data=lambda: make_prompts(files["prompts"], files["prompts"], shuffle=True),
-        make_callbacks=lambda: [make_rollout()],
+        make_callbacks=lambda: [make_rollout(**rollout or {})],
         trainer=VALIDATES,
     )
 
@@ -70,12 +71,15 @@ EXPERIMENTS = {
     "trunk": lambda files: ppo_experiment(files, "trunk", advantage=GAE(), critic=CriticConfig()),
     "lora": lambda files: ppo_experiment(files, "lora", actor={"lora": LoraConfig(rank=2, dropout=0.3)}),
     "dropout": lambda files: ppo_experiment(files, "dropout_ppo", model="dropout"),
+    "episodes": lambda files: ppo_experiment(
+        files, "episodes", reward="environment", rollout={"environment": Counting, "max_new_tokens": 40}
+    ),
     "sft": lambda files: sft_experiment(files, "sft", model="dropout", accumulate_grad_batches=2),
     "epochs": lambda files: sft_experiment(files, "epochs", optim=OptimConfig(), max_steps=-1, max_epochs=1),
 }
 
 
-FAST = {("grpo", "early"), ("critic", "early"), ("sft", "early"), ("epochs", "early")}
+FAST = {("grpo", "early"), ("episodes", "early"), ("critic", "early"), ("sft", "early"), ("epochs", "early")}
 CASES = [
     pytest.param(kind, killed, marks=[] if (kind, killed) in FAST else pytest.mark.slow)
     for kind in EXPERIMENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 Message = dict[str, Any]
 """A message of a chat: ``role``, ``content``, and ``tool_calls`` where an assistant calls tools."""
@@ -52,6 +52,10 @@ class Environment(ABC):
 
     tool_variables: Sequence[str] | None = None
     """Names of the environment variables that functions see beside the basic ones; None for all."""
+
+    is_quick: ClassVar[bool] = False
+    """True for a world that computes its answers at once and waits for nothing: sampling then always waits for it, so
+    that runs are the same bit for bit on any machine. Others are waited for as long as they answer at once."""
 
     async def reset(self, row: Row) -> str | Sequence[Message]:
         """Begin an episode; return what the policy reads first.

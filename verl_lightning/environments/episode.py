@@ -91,6 +91,9 @@ class Player:
     make: Make
     """Function that makes the episode's own world."""
 
+    is_quick: bool
+    """True if the world is known to answer at once; see `Environment.is_quick`."""
+
     start_talk: Callable[[Environment], Talk]
     """Function that begins the conversation with an environment."""
 
@@ -164,6 +167,7 @@ class Player:
         environment, first = await self._call("reset", begin)
         if self.tool_use is not None:
             self.tool_calls = ToolCalls(self.tool_use.toolbox(environment))
+        self.is_quick = environment.is_quick
         self.talk = talk = self._rendered(lambda: self.start_talk(environment))
         self.trajectory.prompt_ids = self._rendered(lambda: talk.begin(as_messages(first)))
         length, limit = len(self.trajectory.prompt_ids), self.max_prompt_length
@@ -224,7 +228,13 @@ class Player:
         assert self._thread is not None
         begin, timeout = time.monotonic(), self.config.timeout
         try:
-            done = await self.threads.run(self._thread, work, kind=f"{self.kind}.{method}", timeout=timeout)
+            done = await self.threads.run(
+                self._thread,
+                work,
+                kind=f"{self.kind}.{method}",
+                is_quick=self.is_quick,
+                timeout=timeout,
+            )
         except LateError as error:
             left = " Its thread is left behind, for nobody can end it." if error.is_stuck else ""
             self._thread = None if error.is_stuck else self._thread

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 0.25
-"""Seconds for which the sampling thread waits for code that blocks, before it no longer waits for its like."""
+PATIENCE = 0.2
+"""Seconds that sampling spends on waiting for code that blocks, before it no longer waits for its like."""
+
+_AT_ONCE = 0.01
+"""Seconds within which code that only computes answers."""
 
 _GRACE = 1.0
 """Seconds in which a call that is cancelled may end."""
@@ -91,14 +95,14 @@ async def _survivable(work: Callable[[], Awaitable[T]]) -> T:
 class Threads:
     """The threads of a run's environments, made when they are needed and used again.
 
-    An environment's call that waits for nothing, such as a game's, is waited for at once, however long it takes within
-    `PATIENCE`: what is sampled together then depends on no clock, and runs are the same bit for bit. Calls that wait,
-    for a network or in a process, go on beside sampling.
+    An environment's call that waits for nothing, such as a game's, is waited for at once: what is sampled together then
+    depends on no clock, and runs are the same bit for bit. Calls that wait, for a network or in a process, go on beside
+    sampling, and so do those that block, once they have been found to.
     """
 
     def __init__(self) -> None:
         self._free: list[OwnThread] = []
-        self._blocking: set[str] = set()
+        self._waited: dict[str, float] = {}  # seconds that sampling lately spent on calls of each kind
 
     def take(self) -> OwnThread:
         """Return a thread that nobody uses."""
@@ -108,25 +112,37 @@ class Threads:
         """Take a thread back whose calls have all ended."""
         self._free.append(thread)
 
-    async def run(self, thread: OwnThread, work: Callable[[], Awaitable[T]], *, kind: str, timeout: float) -> Future[T]:
+    async def run(
+        self, thread: OwnThread, work: Callable[[], Awaitable[T]], *, kind: str, is_quick: bool, timeout: float
+    ) -> Future[T]:
         """Run a coroutine in a thread until it has a result or has raised something.
 
         Args:
             thread: Thread that runs it.
             work: Function that makes it.
             kind: Name of those whose calls are alike.
+            is_quick: True to wait for it at once in any case.
             timeout: Most seconds that it may take.
 
         Raises:
             LateError: If it has not ended in time.
         """
         call = thread.submit(work)
-        if kind not in self._blocking and not call.has_paused.wait(min(PATIENCE, timeout)):
-            self._blocking.add(kind)
+        if is_quick:
+            call.has_paused.wait(timeout)
+        elif (left := PATIENCE - self._waited.get(kind, 0.0)) > 0:
+            begin = time.monotonic()
+            call.has_paused.wait(min(left, timeout))
+            self._note(kind, time.monotonic() - begin)
         if not call.done() and not await _ends(call, timeout):
             thread.cancel(call)
             raise LateError(is_stuck=not await _ends(call, _GRACE))
         return call
+
+    def _note(self, kind: str, seconds: float) -> None:
+        """Note how long sampling has waited; what answers at once makes good for an interruption by the machine."""
+        before = self._waited.get(kind, 0.0)
+        self._waited[kind] = before + seconds if seconds > _AT_ONCE else before / 2
 
     def stop(self) -> None:
         """End all threads that are free."""

@@ -173,6 +173,7 @@ class EpisodeRunner:
             name=f"`{kind}` ({request.name})",
             kind=kind,
             make=make,
+            is_quick=getattr(getattr(make, "func", make), "is_quick", False),
             start_talk=lambda environment: self._talk(environment, request, kind),
             policy=policy,
             threads=self._threads,

@@ -25,7 +25,7 @@ def episode_metrics(rollout: Rollout) -> dict[str, Metric]:
                 f"{prefix}/timeouts": total(float(episode.is_timeout)),
                 f"{prefix}/reward": mean(0.0 if failed else episode.reward, float(not failed)),
                 f"{prefix}/turns": mean(float(len(episode.turn_ends))),
-                f"{prefix}/seconds": mean(sum(episode.seconds)),
+                f"timing_s/{prefix}": mean(sum(episode.seconds)),
                 f"{prefix}/tokens/own": mean(float(num_own)),
                 f"{prefix}/tokens/read": mean(float(num_all - num_own)),
             }
