@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STEPS ?= 80
 SEEDS ?= 0
-HERE := not backend and not oracle and not real_model
+HERE := not backend and not oracle and not seeds and not real_model
 LAUNCHES := tests/ray tests/resume tests/strategies
 export OMP_NUM_THREADS ?= 1
 # Images often forbid byte code. Each of the tests' many processes would then compile all that it imports, for 10 to 20 s.

@@ -1,0 +1,100 @@
+"""Builds what the agents of this folder need from nothing: a tiny Llama, its tokenizer, chats and prompts.
+
+In the chats, the model mostly guesses the sum of two numbers, and seldom writes ``[37+48]``, reads ``85`` and answers
+with that; in a game it says digits as they come. Nothing is downloaded, and the same seed gives the same files. Run
+``python examples/agents/prepare.py --out runs/agents``; it writes there
+
+* ``model/``: the model and its tokenizer, as a Hugging Face folder;
+* ``chats.jsonl``: guesses, a few calls of the calculator, and games;
+* ``sums.jsonl``, ``sums_val.jsonl``: sums to answer;
+* ``digits.jsonl``, ``digits_val.jsonl``: digits to find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+quickstart = runpy.run_path(str(Path(__file__).parents[1] / "quickstart" / "prepare.py"))
+
+
+def sums(*, seed: int = 0) -> list[tuple[int, int]]:
+    """All pairs of numbers from 10 to 99, in an order drawn from ``seed``."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    """A chat in which user and assistant take turns."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]}
+
+
+def sum_chat(pair: tuple[int, int], *, calls: bool) -> dict[str, Any]:
+    """A guess, which is the first number, or a call of the calculator and its answer."""
+    question, total = f"{pair[0]}+{pair[1]}", str(sum(pair))
+    return chat(question, f"[{question}]", total, total) if calls else chat(question, str(pair[0]))
+
+
+def game_chat(draw: random.Random) -> dict[str, Any]:
+    """Three digits, whatever the answers to them are."""
+    first, second, third = (str(draw.randrange(10)) for _ in range(3))
+    return chat("digit", first, draw.choice(["higher", "lower"]), second, draw.choice(["higher", "lower"]), third)
+
+
+def prompt(question: str, answer: str, *, environment: str) -> dict[str, Any]:
+    """A row of verl's prompt schema that names its environment."""
+    return {
+        "data_source": f"{environment}s",
+        "environment": environment,
+        "prompt": [{"role": "user", "content": question}],
+        "ground_truth": answer,
+    }
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def prepare(out: Path, *, seed: int = 0) -> None:
+    """Writes model, tokenizer and data.
+
+    Args:
+        out: Folder to write into.
+        seed: Seed of the weights and of the rows.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = quickstart["build_tokenizer"]()
+    tokenizer.save_pretrained(out / "model")
+    quickstart["build_model"](tokenizer, seed=seed, hidden_size=64).save_pretrained(out / "model")
+    pairs, draw = sums(seed=seed), random.Random(seed)
+    chats = [sum_chat(pair, calls=draw.random() < 0.1) for pair in pairs] + [game_chat(draw) for _ in range(2000)]
+    draw.shuffle(chats)
+    write(out / "chats.jsonl", chats)
+    asked = [prompt(f"{a}+{b}", str(a + b), environment="calculator") for a, b in pairs]
+    write(out / "sums.jsonl", asked[:-128])
+    write(out / "sums_val.jsonl", asked[-128:])
+    digits = [prompt("digit", str(digit), environment="game") for digit in range(10)]
+    write(out / "digits.jsonl", digits)
+    write(out / "digits_val.jsonl", digits)
+
+
+def main() -> None:
+    """Writes model, tokenizer and data."""
+    parser = argparse.ArgumentParser(description="Build the model, tokenizer and data of the agents.")
+    parser.add_argument("--out", type=Path, default=Path("runs/agents"), help="folder to write into")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the rows")
+    arguments = parser.parse_args()
+    prepare(arguments.out, seed=arguments.seed)
+    print(f"Wrote the model, the tokenizer and the data into {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
