@@ -286,9 +286,10 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        stage = trainer.state.stage
+        module, stage = cast(SamplingModule, pl_module), trainer.state.stage
         purpose = "validate" if trainer.sanity_checking or stage is None else stage.value
-        batch.rollout = self._sample(cast(SamplingModule, pl_module), batch, self.val_sampling, purpose)
+        sampling = module.val_samplings[dataloader_idx] if purpose == "validate" else self.val_sampling
+        batch.rollout = self._sample(module, batch, sampling, purpose)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 

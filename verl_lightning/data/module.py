@@ -62,6 +62,11 @@ class TokenizedDataModule(LightningDataModule):
         del source
         return None
 
+    @property
+    def val_parts(self) -> dict[str, str | Sequence[str]]:
+        """Files of each set of validation rows: ``val``, or several that begin with it."""
+        return {"val": self.val_files} if self.val_files else {}
+
     @abstractmethod
     def train_batch_size(self, world_size: int) -> int:
         """Returns the number of training rows in a batch of one rank."""
@@ -77,7 +82,7 @@ class TokenizedDataModule(LightningDataModule):
         self.processor = getattr(trainer.lightning_module, "processor", None)
         predicted = "test_files" if self.test_files else "val_files"
         name = {"validate": "val_files", "test": "test_files", "predict": predicted}.get(stage, "train_files")
-        if not getattr(self, name):
+        if not (self.val_parts if name == "val_files" else getattr(self, name)):
             raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
         if stage == "fit":
             with told_of("data.train_files"):
@@ -85,11 +90,12 @@ class TokenizedDataModule(LightningDataModule):
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
             callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ResumeEpoch)]
             callbacks.append(ResumeEpoch(loader))
-        if stage == "fit" and not self.val_files:
+        if stage == "fit" and not self.val_parts:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         elif stage in ("fit", "validate"):
-            with told_of("data.val_files"):
-                self._loaders["val"] = self._eval_loader(self.val_files, trainer, tokenizer)
+            for part, files in self.val_parts.items():
+                with told_of("data.val_files" if part == "val" else f"data.val_sets{part.removeprefix('val')}"):
+                    self._loaders[part] = self._eval_loader(files, trainer, tokenizer)
         if stage == "test":
             with told_of("data.test_files"):
                 self._loaders["test"] = self._eval_loader(self.test_files, trainer, tokenizer)
@@ -141,7 +147,8 @@ class TokenizedDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        return cast(EvalLoader, self._loaders.get("val", []))
+        loaders = [cast(EvalLoader, self._loaders[part]) for part in self.val_parts if part in self._loaders]
+        return loaders[0] if len(loaders) == 1 else loaders
 
     @override
     def test_dataloader(self) -> EvalLoader | list[EvalLoader]:
@@ -167,8 +174,8 @@ class TokenizedDataModule(LightningDataModule):
     @property
     def _validation_rows(self) -> str:
         """Digest that tells the validation rows from others; empty without them."""
-        loader = self._loaders.get("val")
-        return "" if loader is None else str(getattr(loader.source, "fingerprint", ""))
+        loaders = [self._loaders[part] for part in self.val_parts if part in self._loaders]
+        return " ".join(str(getattr(loader.source, "fingerprint", "")) for loader in loaders)
 
     @override
     def teardown(self, stage: str) -> None:

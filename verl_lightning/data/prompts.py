@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -20,6 +20,7 @@ from verl_lightning.data.mixture import Mixture, MixtureConfig
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import PROMPT_COLUMNS, check_columns, read_prompt_rows
 from verl_lightning.data.templates import ChatRenderer
+from verl_lightning.data.validation_sets import ValidationSet, check_names
 from verl_lightning.options import typed
 from verl_lightning.pictures import ImageReader
 from verl_lightning.types import PromptBatch, PromptImages
@@ -122,6 +123,8 @@ class PromptDataModule(TokenizedDataModule):
         shuffle: True shuffles the training prompts anew in each epoch, by the run's seed.
         mixture: Shares of several kinds of prompts, such as those of several files, in each step; null takes prompts as
             they come.
+        val_sets: Several sets of validation prompts by name, each with its own environment and sampling, in the place
+            of ``val_files``; their metrics are ``val/<name>/...``.
 
     Raises:
         ValueError: In ``setup``, if a file or row is not as described, or if the ranks can't share a batch equally.
@@ -142,6 +145,7 @@ class PromptDataModule(TokenizedDataModule):
         columns: dict[str, str] | None = None,
         shuffle: bool = True,
         mixture: MixtureConfig | None = None,
+        val_sets: dict[str, ValidationSet] | None = None,
     ) -> None:
         super().__init__(train_files, val_files, test_files, shuffle=shuffle)
         for name, value in (
@@ -162,6 +166,14 @@ class PromptDataModule(TokenizedDataModule):
         if mixture is not None:
             mixture.check_size(prompts_per_step)
         self.mixture = mixture
+        if val_sets and val_files:
+            raise ValueError(
+                "`data.val_files` and `data.val_sets` are both set. Make the files a set, or leave one out."
+            )
+        self.val_sets = {
+            name: ValidationSet(**each) if isinstance(each, dict) else each for name, each in (val_sets or {}).items()
+        }
+        check_names(self.val_sets)
 
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
@@ -189,10 +201,19 @@ class PromptDataModule(TokenizedDataModule):
             processor=self.processor,
         )
 
+    @property
+    @override
+    def val_parts(self) -> dict[str, str | Sequence[str]]:
+        return {f"val/{name}": each.files for name, each in self.val_sets.items()} or super().val_parts
+
     @override
     def setup(self, stage: str) -> None:
         self._needs_truth = getattr(self._trainer().lightning_module, "needs_truth", True)
         super().setup(stage)
+        for name, each in self.val_sets.items():
+            if each.environment is not None and (loader := self._loaders.get(f"val/{name}")) is not None:
+                for row in cast(PromptDataset, loader.source).rows:
+                    row["environment"] = each.environment
         for name in ("val", "test"):
             source = getattr(self._loaders.get(name), "source", None)
             if isinstance(source, PromptDataset):

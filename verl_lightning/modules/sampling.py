@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from verl_lightning.data.own_rows import prompt_batch
+from verl_lightning.data.validation_sets import ValidationSet
 from verl_lightning.faults import RunError, told_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import model_must_be_at
@@ -98,10 +100,36 @@ class SamplingModule(PostTrainingModule):
     @property
     @override
     def validation_metrics(self) -> set[str] | None:
-        names = ["reward", "response_length", "unscored_responses", *(f"pass@{k}" for k in self.validation.pass_k)]
         parts = [f"reward/{part.label}" for part in self.reward_config.functions] if self.reward_config else []
         parts += ["reward/model"] if self.reward_roles else []
-        return {f"val/{name}" for name in [*names, *parts]}
+        names = ["reward", "response_length", "unscored_responses", *parts]
+        most = max(sampling.num_samples for sampling in self.val_samplings)
+        counts = {"val": most} | {
+            f"val/{name}": sampling.num_samples
+            for name, sampling in zip(self._val_sets, self.val_samplings, strict=False)
+        }
+        passes = {
+            f"{prefix}/pass@{k}" for prefix, count in counts.items() for k in self.validation.pass_k if k <= count
+        }
+        return passes | {f"{prefix}/{name}" for prefix in counts for name in names}
+
+    @property
+    def _val_sets(self) -> dict[str, ValidationSet]:
+        """Validation sets by name; empty where there is one without a name."""
+        return getattr(self.prompt_source, "val_sets", {})
+
+    @property
+    def val_samplings(self) -> list[SamplingConfig]:
+        """Settings by which each validation set is sampled, in the order of its loader."""
+        plain = self.rollout_source.val_sampling
+        return [
+            replace(
+                plain,
+                num_samples=plain.num_samples if each.num_samples is None else each.num_samples,
+                temperature=plain.temperature if each.temperature is None else each.temperature,
+            )
+            for each in self._val_sets.values()
+        ] or [plain]
 
     @property
     def max_tokens(self) -> int | None:
@@ -175,10 +203,11 @@ class SamplingModule(PostTrainingModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         source = self.rollout_source
-        if (largest := max(self.validation.pass_k, default=1)) > source.val_sampling.num_samples:
+        most = max(sampling.num_samples for sampling in self.val_samplings)
+        if (largest := max(self.validation.pass_k, default=1)) > most:
             raise ValueError(
                 f"`model.validation.pass_k` asks for pass@{largest}, but `rollout.val_sampling.num_samples` is"
-                f" {source.val_sampling.num_samples}. Sample at least {largest} responses, or ask for a smaller k."
+                f" {most}. Sample at least {largest} responses, or ask for a smaller k."
             )
         self._check_lengths(stage)
         if self._leaves_rewards and getattr(source, "environment", None) is None:
@@ -304,8 +333,15 @@ class SamplingModule(PostTrainingModule):
 
     def _log_evaluation(self, stage: str) -> None:
         responses = [r for rank in self.contract.gather_over_data_parallel(self._scored) for r in rank]
-        num_samples = self.rollout_source.val_sampling.num_samples
-        metrics = validation_metrics(responses, self.validation, num_samples=num_samples, stage=stage)
+        samplings = self.val_samplings if stage == "val" else [self.rollout_source.val_sampling]
+        metrics = validation_metrics(responses, self.validation, num_samples=samplings[0].num_samples, stage=stage)
+        if self._val_sets and stage == "val":
+            metrics = {name: value for name, value in metrics.items() if name.startswith("val/")}
+            for index, (name, sampling) in enumerate(zip(self._val_sets, samplings, strict=True)):
+                own = [response for response in responses if response.loader == index]
+                found = validation_metrics(own, self.validation, num_samples=sampling.num_samples, stage=stage)
+                parts = ((key.partition("/"), value) for key, value in found.items())
+                metrics |= {f"{kind}/{name}/{rest}": value for (kind, _, rest), value in parts}
         timings = self.take_timings()
         of_training = {name: timings.get(f"timing_s/{name}", 0.0) for name in (METRICS, SAVE_CHECKPOINT)}
         metrics["timing_s/testing"] = timings["timing_s/step"] - sum(of_training.values())
