@@ -94,7 +94,7 @@ class TokenizedDataModule(LightningDataModule):
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         elif stage in ("fit", "validate"):
             for part, files in self.val_parts.items():
-                with told_of("data.val_files" if part == "val" else f"data.val_sets{part.removeprefix('val')}"):
+                with told_of("data.val_files" if part == "val" else f"data.val_sets.{part.partition('/')[2]}"):
                     self._loaders[part] = self._eval_loader(files, trainer, tokenizer)
         if stage == "test":
             with told_of("data.test_files"):
@@ -255,18 +255,20 @@ def check_share(trainer: Trainer, loader: str, length: int) -> None:
 
     Args:
         trainer: Trainer of the run.
-        loader: Name of the loader, such as ``train``.
+        loader: Name of the loader, such as ``train`` or ``val/sums``.
         length: Number of its batches.
 
     Raises:
         MisconfigurationException: If not even one batch is used, though 0 was not asked for.
     """
-    limit = getattr(trainer, f"limit_{loader}_batches")
+    stage, _, part = loader.partition("/")
+    limit = getattr(trainer, f"limit_{stage}_batches")
     if isinstance(limit, float) and 0 < limit * length < 1:
-        overfits = loader in ("train", "val") and bool(trainer.overfit_batches)  # type: ignore[attr-defined]
-        name = "overfit_batches" if overfits else f"limit_{loader}_batches"
+        overfits = stage in ("train", "val") and bool(trainer.overfit_batches)  # type: ignore[attr-defined]
+        name = "overfit_batches" if overfits else f"limit_{stage}_batches"
+        files = f"val_sets.{part}" if part else f"{stage}_files"
         raise MisconfigurationException(
-            f"`trainer.{name}` is {limit:g} of the {length} batches of `data.{loader}_files`, which is less than one."
+            f"`trainer.{name}` is {limit:g} of the {length} batches of `data.{files}`, which is less than one."
             " Give a whole number of batches, such as 1, or a larger share."
         )
 
