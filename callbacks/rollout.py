@@ -288,7 +288,8 @@ class RolloutCallback(Callback):
     ) -> None:
         module, stage = cast(SamplingModule, pl_module), trainer.state.stage
         purpose = "validate" if trainer.sanity_checking or stage is None else stage.value
-        sampling = module.val_samplings[dataloader_idx] if purpose == "validate" else self.val_sampling
+        samplings = module.val_samplings if purpose == "validate" else [self.val_sampling]
+        sampling = samplings[dataloader_idx if len(samplings) > 1 else 0]  # loaders of the user's own share one
         batch.rollout = self._sample(module, batch, sampling, purpose)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
