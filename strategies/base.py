@@ -80,7 +80,7 @@ class PostTrainingStrategy:
             ValueError: If the model has no such routers.
             MisconfigurationException: If the strategy can't replay them.
         """
-        return RouterReplay(model.backbone)
+        return RouterReplay(model.backbone, model.backbone.config.model_type)
 
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""

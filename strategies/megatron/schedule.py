@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,12 +51,13 @@ def run_schedule(
     def forward_step(items: Iterator[tuple[TokenBatch, ModelTokens]], chunk: Any) -> tuple[Tensor, Any]:
         batch, tokens = next(items)
         scorer = ScoreTokens(model=model, tokens=tokens, temperature=batch.temperature, with_entropy=with_entropy)
-        with named_range("micro_batch"):
+        with named_range("micro_batch"), _replaying(model, batch, tokens):
             output = chunk(
                 tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens.packed, output_processor=scorer
             )
         return output, partial(_finish, finish=finish, names=names, batch=batch)
 
+    model.recorded_experts.clear()
     is_single = len(model.chunks) == 1
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -67,6 +69,17 @@ def run_schedule(
         forward_only=forward_only,
     )
     return results
+
+
+@contextmanager
+def _replaying(model: MegatronScorer, batch: TokenBatch, tokens: ModelTokens) -> Iterator[None]:
+    """Replay or record the experts of a micro-batch, where the module has asked for it."""
+    if model.router_replay is None:
+        yield
+        return
+    with model.router_replay.scoring(batch, tokens.read_from(batch)) as recorded:
+        yield
+    model.recorded_experts += recorded
 
 
 def _finish(output: Tensor, *, finish: Finish, names: tuple[str, ...], batch: TokenBatch) -> tuple[Tensor, Tensor, Any]:

@@ -63,6 +63,9 @@ class MegatronScorer(TokenScorer):
         self.packs = packs
         self.scores_squares = False
         self.router_replay = None
+        self.recorded_experts: list[Tensor] = []
+        """`Scores.experts` of the micro-batches of the newest schedule, if they were recorded."""
+
         self._skeleton = (skeleton,)  # a tuple hides it from state dicts and devices
 
     @property

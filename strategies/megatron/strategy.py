@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -231,7 +232,11 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
                 )
         finally:
             model.train(was_training)
-        return scores_on_all_stages(parts[: len(micro_batches)], micro_batches, names, self.root_device)
+        scores = scores_on_all_stages(parts[: len(micro_batches)], micro_batches, names, self.root_device)
+        if not scorer.recorded_experts:
+            return scores
+        experts = scorer.recorded_experts[: len(scores)]
+        return [replace(each, experts=those) for each, those in zip(scores, experts, strict=True)]
 
     @override
     def forward_backward(
@@ -282,9 +287,15 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
 
     @override
     def make_router_replay(self, model: TokenScorer) -> RouterReplay:
-        raise MisconfigurationException(
-            "`model.update.router_replay` is not built for `megatron`: take it out, or train with `--strategy fsdp`."
-        )
+        shares = {"pipeline": self.sizes.pipeline, "context": self.sizes.context}
+        keys = [f"megatron.{name}_parallel_size" for name, size in shares.items() if size > 1]
+        keys += ["megatron.sequence_parallel"] if self.sequence_parallel else []
+        if keys:
+            raise MisconfigurationException(
+                f"`model.update.router_replay` needs ranks that route all tokens through all layers, which `{keys[0]}`"
+                " does not give it. Take one of the two out."
+            )
+        return RouterReplay(cast(MegatronScorer, model).chunks, model.backbone.config.model_type)
 
     @override
     def adapter_weights(self, model: TokenScorer) -> dict[str, Tensor]:

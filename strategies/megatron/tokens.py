@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from verl_lightning.models.packing import PackedTokens, pack
+from verl_lightning.models.packing import PackedTokens, pack, true_positions
+from verl_lightning.models.router_replay import ReadTokens
 from verl_lightning.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ class ModelTokens:
     shape: tuple[int, int]
     """Rows and response columns of the batch."""
 
+    places: Int[Tensor, " tokens"]
+    """Row by row, the position of each real token of the batch; of the whole sequences, where ranks share them."""
+
+    def read_from(self, batch: TokenBatch) -> ReadTokens:
+        """Return the order in which layers read the batch's tokens: column by column."""
+        rows, columns = self.input_ids.shape
+        positions = true_positions(batch.attention_mask, len(self.places))
+        places = self.places % columns * rows + self.places // columns
+        return ReadTokens(positions=positions, places=places, total=rows * columns)
+
 
 def model_tokens(batch: TokenBatch, *, slicing: Slicing, packs: bool) -> ModelTokens:
     """Put a batch into a model's shapes; tokens with ``response_mask`` are scored.
@@ -79,21 +90,21 @@ def model_tokens(batch: TokenBatch, *, slicing: Slicing, packs: bool) -> ModelTo
     ids = torch.zeros(total, dtype=flat.input_ids.dtype, device=device).index_copy(0, place, flat.input_ids[0])
     positions = torch.cat([torch.arange(length, device=device) for length in padded])
     columns = total if packs else padded[0]
-    return _slice(flat, ids, positions, place[flat.predictors], padded, columns, slicing, packs)
+    return _slice(flat, ids, positions, place, padded, columns, slicing, packs)
 
 
 def _slice(
     flat: PackedTokens,
     ids: Tensor,
     positions: Tensor,
-    predictors: Tensor,
+    places: Tensor,
     padded: list[int],
     columns: int,
     slicing: Slicing,
     packs: bool,
 ) -> ModelTokens:
     """Keep what this rank holds of each sequence."""
-    labels, target = flat.labels[0], flat.target
+    labels, target, predictors = flat.labels[0], flat.target, places[flat.predictors]
     if slicing.context_size > 1:
         kept = context_slice(padded, slicing).to(ids.device)
         place = torch.full((len(ids),), -1, device=ids.device)
@@ -111,6 +122,7 @@ def _slice(
         labels=labels,
         target=target,
         shape=flat.shape,
+        places=places,
     )
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 def make_scorer(folder, **options):
     scorer = build_scorer(ModelConfig(path=str(folder), **options), "policy", trainable=True)
-    scorer.router_replay = RouterReplay(scorer.backbone)
+    scorer.router_replay = RouterReplay(scorer.backbone, scorer.backbone.config.model_type)
     return scorer
 
 

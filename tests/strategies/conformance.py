@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.runs import (
     Recorder,
@@ -30,7 +31,7 @@ from tests.runs import (
     make_trainer,
 )
 from tests.strategies.probes import LengthProbe, measure
-from tests.tiny import write_pair_file, write_prompt_file, write_tiny_folder, write_uneven_chat_file
+from tests.tiny import tiny_tokenizer, write_pair_file, write_prompt_file, write_tiny_folder, write_uneven_chat_file
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.losses.ppo_clip import PPOClip
 from verl_lightning.algorithms.preferences.kto import KTO
@@ -54,6 +55,7 @@ LOSSES = (
     "actor/kl_loss",
     "actor/distillation_loss",
     "actor/entropy",
+    "actor/router_replay/changed_routes",
     "critic/vf_loss",
     "critic/score/mean",
 )
@@ -131,9 +133,36 @@ def write_inputs(folder: Path) -> None:
     """The model and the data of all scenarios."""
     write_tiny_folder(folder / "model")
     write_tiny_folder(folder / "teacher", seed=7, hidden_size=48)
+    expert_model().save_pretrained(folder / "experts")
+    tiny_tokenizer().save_pretrained(folder / "experts")
     write_prompt_file(folder / "prompts.jsonl")
     write_uneven_chat_file(folder / "chats.jsonl")
     write_pair_file(folder / "pairs.jsonl")
+
+
+def expert_model() -> Qwen3MoeForCausalLM:
+    """A mixture of four experts, of which each token meets two, for the tiny tokenizer."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3MoeForCausalLM(config)
 
 
 class WeightChange(Callback):
@@ -179,6 +208,13 @@ def grpo_with_kl_and_entropy(bench: Bench) -> Results:
     """Group advantages, a KL loss and an entropy bonus."""
     update = UpdateConfig(mini_batch_size=2, micro_batch_size=3, entropy_coef=0.01)
     return bench.fit(bench.ppo(kl=KLConfig(coef=0.1), update=update))
+
+
+def grpo_with_router_replay(bench: Bench) -> Results:
+    """A mixture of experts, two of whose three updates replay routes that they would not choose."""
+    update = UpdateConfig(mini_batch_size=2, micro_batch_size=3, epochs=2, router_replay="R2")
+    actor = make_model_config(bench.folder / "experts", lr=1e-2)
+    return bench.fit(bench.ppo(actor=actor, update=update))
 
 
 def gae_with_own_critic(bench: Bench) -> Results:
@@ -358,6 +394,7 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
     scenario.__name__: scenario
     for scenario in (
         grpo_with_kl_and_entropy,
+        grpo_with_router_replay,
         gae_with_own_critic,
         gae_with_shared_trunk,
         lora,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -91,12 +91,18 @@ def asks_for_code(error: ValueError) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def top_k_routers(backbone: PreTrainedModel) -> list[Any]:
-    """Routers of a mixture of experts in the order of its layers, by the name that transformers gives their classes.
+def top_k_routers(model: nn.Module) -> list[Any]:
+    """Routers of a mixture of experts in the order of its layers, by the name that their classes have.
 
-    Each has ``top_k`` and ``weight`` (one row for each expert) and calls ``topk`` on the scores of all experts.
+    It is the same in transformers and in Megatron-Core. Each has ``weight`` (one row for each expert) and calls
+    ``topk`` on the scores of all experts.
     """
-    return [module for module in backbone.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def top_k_of(router: Any) -> int:
+    """Number of experts that a router chooses for a token."""
+    return int(router.top_k if hasattr(router, "top_k") else router.topk)  # transformers', Megatron's
 
 
 def read_image_processor(path: str, config: PreTrainedConfig) -> ProcessorMixin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,29 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from verl_lightning.compat.transformers import top_k_routers
+from verl_lightning.compat.transformers import top_k_of, top_k_routers
 from verl_lightning.metrics import Metric, mean
+from verl_lightning.types import TokenBatch
 
 OWN_CHOICE = -1
 """In the place of an expert's number: the router chooses by itself."""
 
 _TOP_K = (torch.topk, Tensor.topk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadTokens:
+    """The tokens of a batch in the order in which a model's layers read them."""
+
+    positions: Int[Tensor, " tokens"]
+    """Position of each token in the flattened batch."""
+
+    places: Int[Tensor, " tokens"]
+    """Position of each token among those that the layers read."""
+
+    total: int
+    """Number of tokens that the layers read, padding of their own included."""
 
 
 class RouterReplay:
@@ -30,17 +45,18 @@ class RouterReplay:
     own scores, so the router gets its gradient.
 
     Args:
-        backbone: The mixture; its routers get hooks.
+        model: The mixture as transformers or Megatron builds it; its routers get hooks.
+        model_type: Model type of its ``config.json``, for messages.
 
     Raises:
-        ValueError: If transformers' model has no routers of the usual kind.
+        ValueError: If the model has no routers of the usual kind.
     """
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
-        self._routers = top_k_routers(backbone)
+    def __init__(self, model: nn.Module, model_type: str) -> None:
+        self._routers = top_k_routers(model)
         if not self._routers:
             raise ValueError(
-                f"the model type `{backbone.config.model_type}` has no routers that choose experts by `topk`, so there"
+                f"the model type `{model_type}` has no routers that choose experts by `topk`, so there"
                 " is nothing to replay: take `model.update.router_replay` out."
             )
         self._given: Tensor | None = None
@@ -52,24 +68,31 @@ class RouterReplay:
             router.register_forward_pre_hook(partial(self._enter, layer))
             router.register_forward_hook(partial(self._leave, layer), always_call=True)
 
-    def give(self, experts: Int[Tensor, "tokens layers chosen"] | None) -> None:
-        """Set the experts of the next passes, backward passes that compute activations again included.
+    @contextmanager
+    def scoring(self, batch: TokenBatch, read: ReadTokens) -> Iterator[list[Tensor]]:
+        """Replay the batch's experts in a forward pass, and in its backward pass, which may compute activations again.
 
         Args:
-            experts: Numbers of the experts of each token, `OWN_CHOICE` where the router chooses; None lets it choose
-                for all tokens.
-        """
-        self._given = experts
+            batch: Batch that the model scores within the context.
+            read: Its tokens as the layers read them.
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Int[Tensor, "tokens layers chosen"]]]:
-        """Record the experts that a forward pass chooses; the list holds them after the context."""
+        Yields:
+            A list. After the context it holds, for a batch without experts that is scored without gradient, the
+            experts that were chosen, as `Scores.experts` has them.
+        """
         found: list[Tensor] = []
-        self._recorded = {}
+        self._given = None
+        if batch.experts is not None:
+            self._given = _placed(batch.experts.flatten(0, 1)[read.positions], read.places, read.total)
+        elif not torch.is_grad_enabled():
+            self._recorded = {}
         try:
             yield found
-            chosen = [self._recorded[layer] for layer in sorted(self._recorded)]
-            found.append(torch.stack(chosen, dim=1).to(torch.int16))
+            if self._recorded is not None:
+                chosen = torch.stack([self._recorded[layer] for layer in sorted(self._recorded)], dim=1)
+                experts = _placed(chosen[read.places].to(torch.int16), read.positions, batch.input_ids.numel())
+                experts = experts.view(*batch.input_ids.shape, *experts.shape[1:])
+                found.append(experts.masked_fill(~batch.attention_mask[..., None, None], OWN_CHOICE))
         finally:
             self._recorded = None
 
@@ -115,12 +138,17 @@ class RouterReplay:
             self._differing.append(mode.differing)
 
 
+def _placed(chosen: Tensor, places: Tensor, total: int) -> Tensor:
+    """Put rows at their places among ``total`` rows, of which the others are `OWN_CHOICE`."""
+    return chosen.new_full((total, *chosen.shape[1:]), OWN_CHOICE).index_copy(0, places, chosen)
+
+
 class _ReplayedTopK(TorchFunctionMode):
     """Gives a router's ``topk`` over its experts the choice that is replayed, with the scores of that choice."""
 
     def __init__(self, router: Any, given: Int[Tensor, "tokens chosen"] | None) -> None:
         super().__init__()
-        self._top_k, self._num_experts, self._given = int(router.top_k), router.weight.shape[0], given
+        self._top_k, self._num_experts, self._given = top_k_of(router), router.weight.shape[0], given
         self.chosen: Tensor | None = None
         self.differing: Tensor | None = None
 

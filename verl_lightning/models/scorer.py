@@ -42,7 +42,7 @@ from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.lora import adapters_off, add_adapters
 from verl_lightning.models.packing import pack, true_positions
 from verl_lightning.models.pretrained import AutoClass, make_model, read_config, read_model
-from verl_lightning.models.router_replay import OWN_CHOICE, RouterReplay
+from verl_lightning.models.router_replay import ReadTokens, RouterReplay
 from verl_lightning.models.teaching import Comparison, Lesson, output_weight
 from verl_lightning.models.torch_files import open_safetensors
 from verl_lightning.models.vision import image_arguments, own_text_embedded, prepare_tower, tower_weights
@@ -101,21 +101,17 @@ class TokenScorer(nn.Module):
         score = self._packed if self._packs(batch) else self._padded
         if self.router_replay is None:
             return score(batch, with_entropy)
-        tokens = self._read_tokens(batch)
-        self.router_replay.give(None if batch.experts is None else batch.experts.flatten(0, 1)[tokens])
-        if torch.is_grad_enabled() or batch.experts is not None:
-            return score(batch, with_entropy)
-        with self.router_replay.recording() as recorded:
+        with self.router_replay.scoring(batch, self._read_tokens(batch)) as recorded:
             scores = score(batch, with_entropy)
-        experts = recorded[0].new_full((batch.input_ids.numel(), *recorded[0].shape[1:]), OWN_CHOICE)
-        experts = experts.index_copy(0, tokens, recorded[0]).view(*batch.input_ids.shape, *recorded[0].shape[1:])
-        return replace(scores, experts=experts.masked_fill(~batch.attention_mask[..., None, None], OWN_CHOICE))
+        return replace(scores, experts=recorded[0]) if recorded else scores
 
-    def _read_tokens(self, batch: TokenBatch) -> Int[Tensor, " tokens"]:
-        """Return the positions of the tokens that the backbone reads, in its order, in the flattened batch."""
-        if not self._packs(batch):
-            return torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
-        return true_positions(batch.attention_mask, sum(row.tokens for row in batch.known_lengths()))
+    def _read_tokens(self, batch: TokenBatch) -> ReadTokens:
+        if self._packs(batch):
+            positions = true_positions(batch.attention_mask, sum(row.tokens for row in batch.known_lengths()))
+        else:
+            positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+        places = torch.arange(len(positions), device=positions.device)
+        return ReadTokens(positions=positions, places=places, total=len(positions))
 
     def _padded(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         positions = position_ids(batch.attention_mask)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.callbacks.test_profiler import train
-from tests.strategies.conformance import Bench, write_inputs
+from tests.strategies.conformance import Bench, expert_model, write_inputs
 from tests.strategies.megatron.training_checks import fit_sft
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.strategies import MegatronStrategy
 
@@ -62,7 +60,9 @@ LAYOUTS: dict[str, Layout] = {
     "virtual pipeline": Layout(
         options={"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, kind="deep", scenarios=FEWER
     ),
-    "expert parallel": Layout(options={"expert_parallel_size": 2}, kind="experts", scenarios=FEWER),
+    "expert parallel": Layout(
+        options={"expert_parallel_size": 2}, kind="experts", scenarios=[*FEWER, "grpo_with_router_replay"]
+    ),
 }
 
 
@@ -110,28 +110,3 @@ def write_kinds(folder: Path) -> None:
         write_inputs(folder / kind)
     tiny_model(num_layers=4).save_pretrained(folder / "deep" / "model")
     expert_model().save_pretrained(folder / "experts" / "model")
-
-
-def expert_model() -> Qwen3MoeForCausalLM:
-    """A mixture of four experts, of which each token meets two, for the tiny tokenizer."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=2048,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        norm_topk_prob=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen3MoeForCausalLM(config)
