@@ -158,6 +158,7 @@ def provider_fields(config: ModelConfig, settings: ModelSettings, transformer: T
         settings: Settings of the strategy.
         transformer: Shape of the whole model.
     """
+    check_experts(transformer.num_moe_experts, settings)
     with_kernels = settings.uses_transformer_engine
     return {
         **_layout(settings),
@@ -238,6 +239,23 @@ def _numbers(settings: ModelSettings) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "gradient_accumulation_fusion": False,
     }
+
+
+def check_experts(num_experts: int | None, settings: ModelSettings) -> None:
+    """Refuse a layout in which Megatron does not train experts.
+
+    Args:
+        num_experts: Experts of a layer; None for a model without.
+        settings: Settings of the strategy.
+
+    Raises:
+        MisconfigurationException: If tensor-parallel ranks do not share what lies between layers too.
+    """
+    if num_experts and settings.sizes.tensor > 1 and not settings.sequence_parallel:
+        raise MisconfigurationException(
+            f"`megatron.tensor_parallel_size: {settings.sizes.tensor}` trains a mixture of experts only with"
+            " `megatron.sequence_parallel: true`. Set it, or share the experts alone: `megatron.expert_parallel_size`."
+        )
 
 
 def recompute_fields(config: ModelConfig, settings: ModelSettings, num_layers: int) -> dict[str, Any]:

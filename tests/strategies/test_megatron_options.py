@@ -14,7 +14,12 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
-from verl_lightning.strategies.megatron.provider import ModelSettings, fused_operations, recompute_fields
+from verl_lightning.strategies.megatron.provider import (
+    ModelSettings,
+    check_experts,
+    fused_operations,
+    recompute_fields,
+)
 from verl_lightning.strategies.megatron.tokens import Slicing, context_slice, model_tokens
 from verl_lightning.types import TokenBatch
 
@@ -95,6 +100,14 @@ def test_attention_of_layers_that_are_not_used_is_refused(backend):
         assert model_settings(options).uses_transformer_engine
     local = TransformerOptions(attention_backend="local", use_transformer_engine=False)
     assert not model_settings(local).uses_transformer_engine
+
+
+def test_experts_want_sequence_parallelism_beside_tensor_parallelism():
+    settings = dataclasses.replace(model_settings(TransformerOptions()), sizes=ParallelSizes(tensor=2))
+    check_experts(None, settings)
+    check_experts(4, dataclasses.replace(settings, sequence_parallel=True))
+    with pytest.raises(MisconfigurationException, match="`megatron.sequence_parallel: true`. Set it, or"):
+        check_experts(4, settings)
 
 
 def test_an_unknown_precision_is_refused():
