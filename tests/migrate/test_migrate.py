@@ -344,7 +344,7 @@ def test_what_exists_here_is_translated(word, key, expected):
 def test_conversations_say_how_they_are_sampled_here():
     group = "actor_rollout_ref.rollout.multi_turn"
     lines = migrate(read_verl(None, [f"{group}.enable=True", f"{group}.max_assistant_turns=5"])).lines
-    assert "`--rollout.turns.environment` and `--rollout.turns.max_turns 5`" in lines[0].words
+    assert "`--rollout.environment` (docs/agents.md) and `--rollout.episodes.max_turns 5`" in lines[0].words
 
 
 @pytest.mark.parametrize(

@@ -130,19 +130,17 @@ def translate_ppo(verl: VerlConfig) -> Findings:
 
 
 def translate_turns(verl: VerlConfig) -> Findings:
-    """Tells what `rollout.turns` needs for conversations with tools; only a user can write the environment."""
+    """Tells what `rollout.environment` needs for conversations with tools, which only the user knows."""
     group = f"{ROLLOUT}.multi_turn"
     if not verl[f"{group}.enable"]:
         return
     turns = verl[f"{group}.max_assistant_turns"] or verl[f"{group}.max_user_turns"]
-    most = f" and `--rollout.turns.max_turns {int(turns)}`" if isinstance(turns, (int, float)) else ""
-    reason = (
-        "write your tools as an `Environment` (docs/rollout.md), and give it by `--rollout.turns.environment`" + most
-    )
+    most = f" and `--rollout.episodes.max_turns {int(turns)}`" if isinstance(turns, (int, float)) else ""
+    reason = "give your tools, or an `Environment`, by `--rollout.environment` (docs/agents.md)" + most
     yield Remark(source=f"{group}.enable", reason=reason)
     for key in verl.given:
         if key.startswith(f"{group}.") and key != f"{group}.enable" and verl[key] not in (None, ""):
-            yield Remark(source=key, reason="a part of `rollout.turns`, which needs your `Environment`")
+            yield Remark(source=key, reason="a part of `rollout.environment`, which needs your tools")
 
 
 def recomputed_by(verl: VerlConfig, engine: str) -> str | None:

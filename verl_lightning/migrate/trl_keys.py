@@ -74,7 +74,7 @@ MISSING = {
     "ref_model_sync_steps": "the reference stays as it is",
     "use_adaptive_entropy": "the entropy's coefficient is constant",
     "num_generations_eval": "set `rollout.val_sampling.num_samples`",
-    "max_tool_calling_iterations": "write your tools as an `Environment`: see `rollout.turns` in docs/rollout.md",
+    "max_tool_calling_iterations": "set `rollout.environment` and `rollout.episodes.max_turns`: see docs/agents.md",
     "chat_template_kwargs": "set `data.enable_thinking`, or a template of the model's own",
     "chat_template_path": "the model's own template is used",
     "model_init_kwargs": "set `model.actor.dtype` and `model.actor.attn_implementation`",
