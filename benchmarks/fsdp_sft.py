@@ -86,21 +86,33 @@ def random_batches(vocab_size: int, length: int, count: int, *, sharing: int = 1
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def write_model(folder: Path, *, is_tiny: bool = False) -> None:
-    """A random model of Qwen3-0.6B's shape, unless it is there; a tiny one has two small layers."""
+SHAPES = {  # hidden, feed-forward, layers, heads, key heads, head's size, vocabulary
+    "tiny": (64, 128, 2, 4, 2, 16, 512),
+    "135m": (576, 1536, 30, 9, 3, 64, 49152),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
+    "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
+    "4b": (2560, 9728, 36, 32, 8, 128, 151936),
+    "8b": (4096, 12288, 36, 32, 8, 128, 151936),
+}
+"""Sizes of Qwen3's family, and of SmolLM2-135M in its architecture."""
+
+
+def write_model(folder: Path, shape: str = "0.6b") -> None:
+    """A random model in a shape of Qwen3's family, unless it is there."""
     if folder.exists() or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     torch.manual_seed(0)
+    hidden, feed_forward, layers, heads, key_heads, head_dim, vocabulary = SHAPES[shape]
     config = Qwen3Config(
-        vocab_size=512 if is_tiny else 151936,
-        hidden_size=64 if is_tiny else 1024,
-        intermediate_size=128 if is_tiny else 3072,
-        num_hidden_layers=2 if is_tiny else 28,
-        num_attention_heads=4 if is_tiny else 16,
-        num_key_value_heads=2 if is_tiny else 8,
-        head_dim=16 if is_tiny else 128,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=shape != "8b",
+        max_position_embeddings=131072,
         rope_theta=1e6,
     )
     draft = folder.with_name(f".{folder.name}")
@@ -236,7 +248,7 @@ def main() -> None:
         parser.set_defaults(accelerator="cpu", precision="32-true")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    write_model(arguments.model, is_tiny=arguments.tiny)
+    write_model(arguments.model, "tiny" if arguments.tiny else "0.6b")
     names = ("length", "recompute", "devices", "tok/s in fit", "tok/s bare", "loop, ms", "loop, host ms")
     show(f"| {' | '.join((*names, 'MFU', 'peak GiB', 'loss'))} |\n{'| --- ' * 10}|")
     results = []

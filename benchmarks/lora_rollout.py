@@ -2,6 +2,7 @@
 
     python benchmarks/lora_rollout.py --out lora.json               # one H100; random weights, the shape of Qwen2-0.5B
     python benchmarks/lora_rollout.py --tiny --accelerator cpu      # every line of it, with a small model
+    python benchmarks/lora_rollout.py --shape 7b --sync-only --precision bf16-true    # how long adapters alone take
 
 Prints one line for each value of ``lora.merge_for_rollout``: median seconds of the phases ``update_weights`` and
 ``gen``, the largest ``rollout/canary_gap`` in nats, and the peak of the GPU's memory.
@@ -13,13 +14,13 @@ import argparse
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 from vllm_rollout import __file__ as bench_file
-from vllm_rollout import write_model, write_prompts
+from vllm_rollout import seconds, write_model, write_prompts
 
 from verl_lightning.algorithms.advantages.grpo import GRPO
 from verl_lightning.callbacks import VLLMRollout
@@ -36,10 +37,28 @@ PHASES = ("update_weights", "gen")
 
 
 class Keeper(Callback):
-    """The metrics of each step."""
+    """The metrics of each step, and the seconds of a sync after a validation."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
+        self.sync: dict[str, float] = {}
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        [rollout] = [each for each in trainer.callbacks if isinstance(each, VLLMRollout)]  # type: ignore[attr-defined]
+
+        def sync() -> None:
+            rollout.sync_weights(cast(Any, pl_module))
+
+        sync()  # vLLM's engine is awake from here on
+        awake = [seconds(sync) for _ in range(5)]
+        asleep = []
+        for _ in range(3):
+            rollout._vllm.sleep()
+            asleep.append(seconds(sync))
+        self.sync = {"sync_s": statistics.median(awake), "wake_and_sync_s": statistics.median(asleep)}
 
     @override
     def on_train_batch_end(
@@ -59,11 +78,16 @@ def measure(arguments: argparse.Namespace, *, merges: bool) -> dict[str, Any]:
         sampling=sampling,
         val_sampling=sampling,
         gpu_memory_utilization=arguments.gpu_memory_utilization or None,
-        enforce_eager=arguments.tiny,
+        enforce_eager=arguments.tiny or arguments.sync_only,
     )
     lora = LoraConfig(rank=arguments.rank, merge_for_rollout=merges)
     module = PPOModule(
-        ModelConfig(path=str(folder), optim=OptimConfig(lr=1e-4), lora=lora),
+        ModelConfig(
+            path=str(folder),
+            dtype="bfloat16" if arguments.precision == "bf16-true" else "float32",
+            optim=OptimConfig(lr=1e-4),
+            lora=lora,
+        ),
         RewardConfig(function=f"{Path(bench_file).resolve()}:even_length"),
         GRPO(),
         update=UpdateConfig(mini_batch_size=PROMPTS, micro_batch_size=8),
@@ -74,14 +98,19 @@ def measure(arguments: argparse.Namespace, *, merges: bool) -> dict[str, Any]:
         accelerator=arguments.accelerator,
         devices=1,
         strategy="auto" if own is None else own(),
-        precision="bf16-mixed",
+        precision=arguments.precision,
+        limit_val_batches=1 if arguments.sync_only else 0,
         max_steps=arguments.steps,
         callbacks=[rollout, keeper],
         enable_model_summary=False,
         **quiet,
     )
     sizes = {"prompts_per_step": PROMPTS, "val_batch_size": PROMPTS, "max_prompt_length": 64}
-    trainer.fit(module, PromptDataModule(str(prompts), **sizes))
+    data = PromptDataModule(str(prompts), str(prompts), **sizes)
+    if arguments.sync_only:
+        trainer.validate(module, data, verbose=False)
+        return {"merges": merges, "shape": shape, "rank": arguments.rank, **keeper.sync}
+    trainer.fit(module, data)
     return report(keeper.steps, module, shape=shape, merges=merges, rank=arguments.rank)
 
 
@@ -105,14 +134,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, eager")
     parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="auto")
     parser.add_argument("--accelerator", default="gpu")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--sync-only", action="store_true", help="no training: how long adapters alone take")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.0, help="0: by the memory plan")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for merges in (True, False):
+    results: list[dict[str, Any]] = []
+    for merges in (False,) if arguments.sync_only else (True, False):
         results.append(measure(arguments, merges=merges))
         print(json.dumps(results[-1]), flush=True)  # noqa: T201
     if arguments.out is not None:

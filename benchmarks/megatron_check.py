@@ -331,10 +331,10 @@ def check_layouts(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of each strategy that fits the devices."""
     model = Path(tempfile.gettempdir()) / ("qwen3-tiny-random" if arguments.tiny else "qwen3-0.6b-random")
-    write_model(model, is_tiny=arguments.tiny)
+    write_model(model, "tiny" if arguments.tiny else "0.6b")
     results: dict[str, Any] = {}
     for index, (name, (strategy, options)) in enumerate(SPEED.items()):
-        if arguments.devices > 1 or "2" not in name:
+        if name in arguments.speeds and (arguments.devices > 1 or "2" not in name):
             case = {"job": "speed", "strategy": strategy, "options": options, "model": str(model)}
             told = launch(arguments, {name: case | {"devices": arguments.devices}}, f"speed{index}")[name]
             results[name] = told.get("result", told)
@@ -347,6 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, choices=list(LAYOUTS))
     parser.add_argument("--only", default="", help="layouts with this in their names")
+    parser.add_argument("--speeds", nargs="+", choices=list(SPEED), default=list(SPEED), help="what to time")
     parser.add_argument("--skip", choices=["check", "speed"], nargs="*", default=[])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence, for speed")
     parser.add_argument("--tiny", action="store_true", help="measure a tiny model's speed, to see that all of it runs")

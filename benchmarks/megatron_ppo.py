@@ -40,8 +40,16 @@ LAYOUTS: dict[str, list[str]] = {
     "megatron": ["--strategy", "megatron"],
     "TP2": ["--strategy", "megatron", "--megatron.tensor_parallel_size", "2", "--megatron.sequence_parallel", "true"],
     "PP2": ["--strategy", "megatron", "--megatron.pipeline_parallel_size", "2"],
+    "LoRA": ["--strategy", "megatron", "--model.actor.lora", "{}"],
+    "LoRA alone": ["--strategy", "megatron", "--model.actor.lora", '{"merge_for_rollout": false}'],
+    "profiled": ["--strategy", "megatron", "--trainer.callbacks+", "ProfilerCallback"],
 }
 """Flags of each layout; `megatron` on two devices is data parallelism with the distributed optimizer."""
+
+DETERMINISTIC = ["--megatron.transformer.overrides", '{"deterministic_mode": true}']
+"""Flags of runs that are compared to the bit: TransformerEngine's attention adds up gradients in any order else."""
+
+DETERMINISTIC_VARIABLES = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 FIT = "verl-fit"
 """First word of this script where it stands for the command."""
@@ -59,14 +67,15 @@ def flags_of(arguments: argparse.Namespace, config: str, layout: str, folder: Pa
         layout: Name in `LAYOUTS`.
         folder: Of the run.
     """
-    shape = "tiny" if arguments.tiny else "0.5b"
+    shape = "tiny" if arguments.tiny else arguments.shape
     model, prompts = arguments.folder / shape, arguments.folder / "prompts.jsonl"
     write_model(model, shape)
     write_prompts(prompts, 256 * (arguments.steps + 1), arguments.prompt_length)
     folder.mkdir(parents=True, exist_ok=True)
     overlay = folder / "overlay.yaml"
     overlay.write_text(yaml.safe_dump(overlay_of(arguments, config, model, prompts, folder)))
-    return ["fit", "--config", config, "--config", str(overlay), *LAYOUTS[layout]]
+    fixed = DETERMINISTIC if arguments.kill and layout != "fsdp" else []
+    return ["fit", "--config", config, "--config", str(overlay), *LAYOUTS[layout], *fixed]
 
 
 def overlay_of(arguments: argparse.Namespace, config: str, model: Path, prompts: Path, folder: Path) -> dict[str, Any]:
@@ -92,7 +101,7 @@ def overlay_of(arguments: argparse.Namespace, config: str, model: Path, prompts:
         "model": {"init_args": {
             "actor": actor,
             "reward": {"function": f"{Path(bench_file).resolve()}:even_length"},
-            "update": {"micro_batch_size": arguments.micro_batch_size},
+            "update": {"micro_batch_size": arguments.micro_batch_size or None},
         } | critic},
         "data": {"init_args": {"train_files": str(prompts), "val_files": str(prompts)}},
         "rollout": {"class_path": "VLLMRollout", "init_args": {
@@ -105,8 +114,11 @@ def overlay_of(arguments: argparse.Namespace, config: str, model: Path, prompts:
 def start(arguments: argparse.Namespace, config: str, layout: str, folder: Path, *more: str) -> subprocess.Popen[str]:
     """Begin a run in processes of its own; its output goes to the folder."""
     command = [sys.executable, __file__, FIT, *flags_of(arguments, config, layout, folder), *more]
+    variables = {**os.environ, **(DETERMINISTIC_VARIABLES if arguments.kill else {})}
     with (folder / "output.txt").open("a") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=variables
+        )
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -120,8 +132,12 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def run(arguments: argparse.Namespace, config: str, layout: str, folder: Path) -> dict[str, Any]:
     """One whole run, and what its metrics say."""
+    return ended(arguments, start(arguments, config, layout, folder), folder)
+
+
+def ended(arguments: argparse.Namespace, process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """What a run's metrics say, once it has ended."""
     begun = time.monotonic()
-    process = start(arguments, config, layout, folder)
     try:
         code = process.wait(arguments.timeout)
     except subprocess.TimeoutExpired:
@@ -147,20 +163,22 @@ def report(rows: list[dict[str, str]], warmup: int) -> dict[str, Any]:
 
 
 def killed(arguments: argparse.Namespace, config: str, layout: str, folder: Path) -> dict[str, Any]:
-    """Kill a run in the middle, resume it, and compare it with the uninterrupted run beside it."""
-    whole = run(arguments, config, layout, folder / "whole")
-    if "error" in whole:
-        return whole
+    """Kill a run in the middle, resume it, and compare it with an uninterrupted one that goes on beside it."""
     broken = folder / "broken"
+    uninterrupted = start(arguments, config, layout, folder / "whole")
     process = start(arguments, config, layout, broken)
-    while process.poll() is None and len(rows_of(broken)) < arguments.steps - 1:
+    end = time.monotonic() + arguments.timeout
+    while process.poll() is None and len(rows_of(broken)) < arguments.steps - 1 and time.monotonic() < end:
         time.sleep(0.1)
+    killed_after = len(rows_of(broken))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    resumed = start(arguments, config, layout, broken, "--ckpt_path", "last")
-    if resumed.wait(arguments.timeout) != 0:
-        return {"error": (broken / "output.txt").read_text()[-1500:]}
-    return {"whole": whole, "differences": differences(folder / "whole", broken)}
+    resumed = ended(arguments, start(arguments, config, layout, broken, "--ckpt_path", "last"), broken)
+    whole = ended(arguments, uninterrupted, folder / "whole")
+    told = {"killed_after_steps": killed_after, "whole": whole, "resumed": resumed}
+    if "error" in whole or "error" in resumed:
+        return told
+    return told | {"differences": differences(folder / "whole", broken)}
 
 
 def differences(whole: Path, broken: Path) -> dict[str, Any]:
@@ -201,12 +219,13 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true", help="compare a killed and resumed run with a whole one")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", default="gpu")
-    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--shape", choices=["0.5b", "small"], default="0.5b")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count for phases")
     parser.add_argument("--prompt-length", type=int, default=200, help="tokens")
     parser.add_argument("--response-length", type=int, default=512, help="tokens")
-    parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
+    parser.add_argument("--micro-batch-size", type=int, default=0, help="sequences; 0: by the plan")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.35)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one run")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/megatron-ppo"), help="for models, prompts and runs")

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.rewards.pool import RewardConfig
-from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.base import Request, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, wait_for
 from verl_lightning.rollout.vllm_config import SpeculationConfig
 from verl_lightning.strategies import STRATEGIES
@@ -59,6 +60,8 @@ SHAPES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
            "initializer_range": 0.01},  # at twice the width, logits as far apart as those of the smaller one
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
     "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
 }  # fmt: skip
@@ -66,9 +69,38 @@ SPECIAL = ["<pad>", "<bos>", "<eos>"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def even_length(sample: Any) -> float:
-    """A reward that varies: whether the response has an even number of characters."""
+def even_length(sample: Any, seconds: float = 0.0) -> float:
+    """A reward that varies: whether the response has an even number of characters.
+
+    Args:
+        sample: The response.
+        seconds: Of waiting, as for a program that is run.
+    """
+    time.sleep(seconds)
     return float(len(sample.response) % 2 == 0)
+
+
+def ragged_length(seed: int, mean: float) -> int:
+    """Tokens of a response: exponentially distributed, whose coefficient of variation is 1, from 1 on."""
+    return 1 + int(random.Random(seed).expovariate(1 / mean))
+
+
+class RaggedRollout(VLLMRollout):
+    """Has each training response end at a length of its own."""
+
+    mean_length = 0.0
+    """Mean of the lengths, in tokens; 0 leaves all at the longest."""
+
+    @override
+    def _requests(self, module: Any, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> list[Request]:
+        requests = super()._requests(module, batch, sampling, purpose)
+        if not self.mean_length or purpose != "train":
+            return requests
+        lengths = [min(sampling.max_new_tokens, ragged_length(each.seed, self.mean_length)) for each in requests]
+        return [
+            replace(each, sampling=replace(each.sampling, max_new_tokens=length))
+            for each, length in zip(requests, lengths, strict=True)
+        ]
 
 
 def write_model(folder: Path, shape: str) -> None:
@@ -105,11 +137,15 @@ class Meter(Callback):
     Args:
         rollout: Whose engine.
         repeats: Measurements of each kind; the median counts.
+        engine_length: Tokens of each response where the engine is measured.
+        measures_bare: Whether vLLM by itself is measured too.
     """
 
-    def __init__(self, rollout: VLLMRollout, repeats: int) -> None:
+    def __init__(self, rollout: VLLMRollout, repeats: int, engine_length: int, *, measures_bare: bool) -> None:
         self.rollout = rollout
         self.repeats = repeats
+        self.engine_length = engine_length
+        self.measures_bare = measures_bare
         self.steps: list[dict[str, float]] = []
         self.ends: list[float] = []
         self.engine: dict[str, float] = {}
@@ -160,7 +196,7 @@ class Meter(Callback):
         """Our `generate` and vLLM's own on the same prompts, in turns; of all ranks that share an engine together."""
         from vllm import SamplingParams
 
-        engine, sampling = self.rollout._vllm, self.rollout.sampling
+        engine, sampling = self.rollout._vllm, replace(self.rollout.sampling, max_new_tokens=self.engine_length)
         prompts, sharing = batch.prompts(), self.rollout.tensor_parallel_size
         seeds = [[1000 * row + sample for sample in range(sampling.num_samples)] for row in range(len(prompts))]
         tokens = [{"prompt_token_ids": row} for row in prompts]
@@ -179,9 +215,12 @@ class Meter(Callback):
             outputs = engine._llm.generate(requests, params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-        speeds: dict[str, list[float]] = {"ours": [], "bare_seeded": [], "bare": []}
+        runs: dict[str, Callable[[], int]] = {"ours": ours}
+        if self.measures_bare:
+            runs |= {"bare_seeded": lambda: bare(True), "bare": lambda: bare(False)}
+        speeds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(self.repeats):
-            for name, run in {"ours": ours, "bare_seeded": lambda: bare(True), "bare": lambda: bare(False)}.items():
+            for name, run in runs.items():
                 engine.drop_caches()
                 speeds[name].append(rate(run))
         self.engine = {f"{name}_tokens_per_s": round(statistics.median(values), 1) for name, values in speeds.items()}
@@ -242,7 +281,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     folder, prompts = given_or_made(arguments)
     sampling = SamplingConfig(num_samples=arguments.samples, max_new_tokens=arguments.response_length)
     beside = arguments.beside_gpus
-    rollout = VLLMRollout(
+    rollout = RaggedRollout(
         sampling=sampling,
         val_sampling=sampling,
         gpu_memory_utilization=arguments.gpu_memory_utilization or None,
@@ -251,7 +290,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         speculation=None if arguments.speculate is None else SpeculationConfig(method=arguments.speculate),
         placement=None if beside is None else Beside(gpus=beside, transfer=arguments.transfer),
     )
-    meter = Meter(rollout, arguments.repeats)
+    rollout.mean_length = arguments.mean_length
+    length = arguments.engine_length or arguments.response_length
+    meter = Meter(rollout, arguments.repeats, length, measures_bare=arguments.bare)
     own = STRATEGIES.get(arguments.strategy)
     options = {"compile": arguments.compile, "reshard_after_forward": False} if arguments.strategy == "fsdp" else {}
     trainer = Trainer(
@@ -275,7 +316,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             optim=OptimConfig(lr=1e-6),
             activation_checkpointing="full" if arguments.gradient_checkpointing else "none",
         ),
-        RewardConfig(function=f"{Path(__file__).resolve()}:even_length"),
+        RewardConfig(
+            function=f"{Path(__file__).resolve()}:even_length",
+            arguments={"seconds": arguments.reward_seconds},
+            num_workers=arguments.reward_workers,
+        ),
         GRPO(),
         update=UpdateConfig(mini_batch_size=arguments.prompts, micro_batch_size=arguments.micro_batch_size),
     )
@@ -363,6 +408,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="for each prompt")
     parser.add_argument("--prompt-length", type=int, default=200, help="tokens")
     parser.add_argument("--response-length", type=int, default=512, help="tokens")
+    parser.add_argument("--mean-length", type=float, default=0.0, help="of responses of uneven lengths; 0: all even")
+    parser.add_argument("--engine-length", type=int, default=0, help="of responses where the engine is measured alone")
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True, help="measure vLLM itself too")
+    parser.add_argument("--reward-seconds", type=float, default=0.0, help="of each reward")
+    parser.add_argument("--reward-workers", type=int, default=2)
     parser.add_argument("--micro-batch-size", type=int, default=16, help="sequences")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.35, help="0: by the memory plan")
     parser.add_argument("--speculate", choices=["ngram"], help="guess tokens ahead")

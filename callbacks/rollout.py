@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,13 +34,16 @@ from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
-from verl_lightning.rollout.completions import answer, version_message, wait_for
+from verl_lightning.rollout.completions import Listener, answer, version_message, wait_for
 from verl_lightning.rollout.stepping import SteppingEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.weight_sums import difference_message, weight_sums
 from verl_lightning.types import PromptBatch, Rollout
 
 T = TypeVar("T")
+
+JUDGED = ("train", "validate", "test")
+"""Purposes of responses that the module judges next."""
 
 
 class RolloutCallback(Callback):
@@ -358,39 +362,44 @@ class RolloutCallback(Callback):
         """Return the type of the weights that the engine is sent; None where it takes them as they are."""
         return None
 
-    def _sample(
-        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str
-    ) -> Rollout:
-        """Sample responses to a batch from the newest policy. Collective."""
+    def _sample(self, module: SamplingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> Rollout:
+        """Sample responses to a batch from the newest policy; each is judged while others are sampled. Collective."""
         if self._queue is not None:
             self._attempt(module, self._queue.settle)
         self._sync(module, batch)
+        requests = self._requests(module, batch, sampling, purpose)
+        # Reward workers are this thread's, and episodes may end as several responses or none.
+        is_judged_early = purpose in JUDGED and self._runner is None and self._queue is None
+        judge = functools.partial(module.begin_judging, batch, sampling.num_samples) if is_judged_early else None
         with module.phase("gen"):
-            return self._answer(module, self._requests(module, batch, sampling, purpose), sampling)
+            return self._answer(module, requests, sampling, judge)
 
     def _answer(
         self,
         module: PostTrainingModule,
         requests: Sequence[Request],
         sampling: SamplingConfig,
+        begin: Callable[[], Listener | None] | None = None,
     ) -> Rollout:
         """Answer requests that other ranks may have too: each answers a part, and all get the whole. Collective."""
         part = own_part(requests, sampling, module.contract)
-        completions = self._attempt(module, lambda: self._complete(module, part))
+        completions = self._attempt(module, lambda: self._complete(module, part, begin and begin()))
         return batch_rollout(module, requests, join_parts(completions, module.contract), sampling)
 
     def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
         return work() if self._replacements is None else self._replacements.attempt(module, work)
 
-    def _complete(self, module: PostTrainingModule, requests: Sequence[Request]) -> list[Completion]:
-        """Ask the engine for single responses or episodes.
+    def _complete(
+        self, module: PostTrainingModule, requests: Sequence[Request], hear: Listener | None = None
+    ) -> list[Completion]:
+        """Ask the engine for episodes, or for single responses and tell of each as soon as it is finished.
 
         Raises:
             RunError: If the engine answers with other weights than those that it was sent last, or too many episodes
                 fail.
         """
-        version, work = self._weights_version, self._ask(requests)
+        version, work = self._weights_version, self._ask(requests, hear)
         completions = wait_for(work) if self._queue is None else self._queue.background.submit(work).result()
         sampled = [each for each in completions if each.is_own is None or any(each.is_own)]
         if others := {each.weights_version for each in sampled} - {version}:
@@ -399,13 +408,13 @@ class RolloutCallback(Callback):
             self._runner.check_errors(completions)
         return completions
 
-    async def _ask(self, requests: Sequence[Request]) -> list[Completion]:
+    async def _ask(self, requests: Sequence[Request], hear: Listener | None = None) -> list[Completion]:
         """Ask the engine for single responses or episodes."""
         assert self._engine is not None
         episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
         if self._runner is not None and episodes:
             return await self._runner.play(self._engine.generate, episodes)
-        return await answer(self._engine.generate, requests)
+        return await answer(self._engine.generate, requests, hear)
 
     def _sync(self, module: PostTrainingModule, batch: PromptBatch) -> None:
         """Bring the engine to the newest policy. Collective."""

@@ -21,11 +21,12 @@ from verl_lightning.callbacks.rollout_checks import sends_adapters
 from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.environments.config import EpisodesConfig, Given
 from verl_lightning.models.hf_folder import stored_weights
-from verl_lightning.models.lora import write_adapter
+from verl_lightning.models.lora import write_adapter, write_adapter_config
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.options import typed
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig, with_short_forms
+from verl_lightning.rollout.completions import Listener
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.rollout.vllm import VLLMEngine, check_vllm, gather_requests
@@ -262,11 +263,18 @@ class VLLMRollout(RolloutCallback):
             self._weights_step = -1  # sleep forgets the weights
 
     @override
-    def _complete(self, module: PostTrainingModule, requests: Sequence[Request]) -> list[Completion]:
+    def _complete(
+        self, module: PostTrainingModule, requests: Sequence[Request], hear: Listener | None = None
+    ) -> list[Completion]:
         if self.tensor_parallel_size == 1 or not isinstance(self._engine, VLLMEngine):
-            return super()._complete(module, requests)
+            return super()._complete(module, requests, hear)
         asked, own = gather_requests(requests)
-        return super()._complete(module, asked)[own]
+
+        def hear_own(position: int, completion: Completion) -> None:
+            if hear is not None and own.start <= position < own.stop:
+                hear(position - own.start, completion)
+
+        return super()._complete(module, asked, hear=hear_own)[own]
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:
@@ -284,9 +292,16 @@ class VLLMRollout(RolloutCallback):
             super().sync_weights(module)
             return
         backbone, weights = module.policy.backbone, module.contract.adapter_weights(module.policy)
-        with TemporaryDirectory() as folder:
-            write_adapter(Path(folder), backbone, weights, fingerprint="")
-            self._vllm.load_adapter(Path(folder), self._weights_version)
+        engine, version = self._vllm, self._weights_version
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            # The first comes from a file, as vLLM refuses there what it can't serve; files are slow.
+            if isinstance(engine, VLLMEngine) and engine.holds_adapter:
+                write_adapter_config(folder, backbone)
+                engine.load_adapter(folder, version, weights)
+            else:
+                write_adapter(folder, backbone, weights, fingerprint="")
+                engine.load_adapter(folder, version)
 
     def _max_model_len(self, module: PostTrainingModule) -> int | None:
         """The longest prompt and response; without a limit on prompts, what the model can read."""

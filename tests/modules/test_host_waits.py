@@ -23,7 +23,6 @@ HOSTS = {
 """What is asked of tensors that never were on a device."""
 
 ITERATION = {
-    "tolist: modules.judge.response_texts for modules.judge.score": "reward functions read texts",
     "tolist: modules.judge.score for modules.sampling.judged": "reward functions read texts",
     "tensor on a device: modules.judge._to_tensor for modules.judge.score": "and give numbers of the host",
     "tolist: types.with_lengths for modules.experience.make": "micro-batches are cut by the lengths of responses",

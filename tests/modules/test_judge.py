@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from verl_lightning.modules.judge import Judge, scale_warning
 from verl_lightning.rewards.pool import RewardConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig
+from verl_lightning.rollout.completions import to_rollout
 
 ROWS = [
     {"data_source": "sums", "prompt": [], "reward_model": {"ground_truth": 4}, "answer": "4"},
@@ -101,3 +104,62 @@ def test_rewards_whose_differences_get_lost_are_told_of(rewards, message):
 @pytest.mark.parametrize("rewards", [[], [None] * 4, [0.0] * 4, [0.3, 0.1 + 0.2, 1e6, -1e6], [1e-300, 0.0, 1e14, 0.0]])
 def test_other_rewards_are_fine(rewards):
     assert scale_warning(rewards, [0, 0, 1, 1][: len(rewards)]) is None
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def batch_decode(self, tokens, **options):
+        return ["".join(map(chr, row)) for row in tokens]
+
+
+SOURCES = {
+    "single": "def f(s): return float(len(s.response) + 10 * s.is_truncated)",
+    "batched": "def f(completions, **columns): return [len(c) + max(map(len, completions)) / 8 for c in completions]",
+}
+
+
+@pytest.fixture(params=SOURCES)
+def judge(request, tmp_path):
+    (tmp_path / "reward.py").write_text(SOURCES[request.param])
+    judge = Judge(RewardConfig(function=f"{tmp_path}/reward.py:f", num_workers=2), Letters())
+    judge.start()
+    yield judge
+    judge.stop()
+
+
+TEXTS = ["a", "bb", "ccc", "dddd"]  # two to each row
+
+
+def rollout_of(texts):
+    sampling = SamplingConfig()
+    requests = [Request(prompt_ids=[1], sampling=sampling, seed=0, name="") for _ in texts]
+    return to_rollout(requests, completions_of(texts), num_samples=2, pad_token_id=0, device=torch.device("cpu"))
+
+
+def completions_of(texts):
+    return [Completion([*map(ord, text)], [0.0] * len(text), len(text) == 2, 1) for text in texts]
+
+
+def test_responses_that_come_one_by_one_get_the_rewards_of_a_whole_batch(judge):
+    whole = judge.score(rollout_of(TEXTS), ROWS)
+    hear = judge.begin(ROWS, 2)
+    for position in (3, 0, 2, 1):
+        hear(position, completions_of(TEXTS)[position])
+
+    early = judge.score(rollout_of(TEXTS), ROWS)
+
+    assert early.rewards.tolist() == whole.rewards.tolist()
+    assert early.responses == whole.responses == TEXTS
+
+
+def test_responses_that_nobody_asks_for_count_in_no_batch(judge):
+    judge.begin(ROWS, 2)(0, completions_of(TEXTS)[0])  # the engine dies, and is asked again
+    hear = judge.begin(ROWS, 2)
+    for position, completion in enumerate(completions_of(["lost"] * 4)):
+        hear(position, completion)
+
+    other = judge.score(rollout_of(TEXTS), [dict(row) for row in ROWS])
+
+    assert other.responses == TEXTS
+    assert other.rewards.tolist() == judge.score(rollout_of(TEXTS), ROWS).rewards.tolist()

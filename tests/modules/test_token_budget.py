@@ -201,3 +201,9 @@ def test_two_sizes_of_a_micro_batch_are_refused():
 def test_an_empty_budget_is_refused(make):
     with pytest.raises(ValueError, match="`(model.update.)?max_tokens_per_micro_batch` must be at least 1, got 0"):
         make(max_tokens_per_micro_batch=0)
+
+
+def test_a_budget_that_grows_gives_a_longer_row_a_micro_batch_of_its_own():
+    rows = [RowLength(n, n - 1, 1, n - 1) for n in (50, 10, 10, 10)]
+    budget = TokenBudget(max_tokens=20, packs=True, attention_cost=0.0, grows=True)
+    assert [0] in budget.divide(rows)

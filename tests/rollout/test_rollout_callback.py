@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.algorithms.advantages.remax import ReMax
 from verl_lightning.models.config import LoraConfig
+from verl_lightning.rewards.pool import RewardPool
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
 
@@ -34,6 +35,20 @@ class Keeper(Callback):
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.val.append(batch)
+
+
+def test_responses_are_judged_while_others_are_sampled(tmp_path, tiny_folder, prompt_file, monkeypatch):
+    order = []
+    step, offer = HFEngine.step, RewardPool.offer
+    monkeypatch.setattr(HFEngine, "step", lambda engine: order.append("step") or step(engine))
+    monkeypatch.setattr(RewardPool, "offer", lambda *given: order.append("offer") or offer(*given))
+    trainer = make_trainer(tmp_path, make_rollout(), max_steps=1)
+
+    trainer.fit(make_ppo(tiny_folder), datamodule=make_prompts(prompt_file))
+
+    first_judged = order.index("offer")
+    assert "step" in order[first_judged:]
+    assert order.count("offer") == 16
 
 
 def test_remax_gets_a_greedy_response_to_each_prompt(tmp_path, tiny_folder, prompt_file):

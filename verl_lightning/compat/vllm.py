@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -114,6 +114,37 @@ def response_lengths(llm: Any) -> dict[str, int]:
     """
     states = llm.llm_engine.output_processor.request_states.values()
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
+@contextmanager
+def adapters_from_memory(llm: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have vLLM take an adapter's weights from this process' memory, where it would read its folder's file.
+
+    Args:
+        llm: A `vllm.LLM` whose engine runs in this process.
+        weights: Values by their names in that file; they are copied.
+    """
+    base: Any = importlib.import_module("vllm.lora.lora_model").LoRAModel
+    device = next(iter(weights.values())).device
+
+    class AdapterInMemory(base):  # type: ignore[misc]
+        """An adapter that is made of tensors at hand."""
+
+        @classmethod
+        def from_local_checkpoint(cls, *_: Any, dtype: torch.dtype, **options: Any) -> Any:
+            tensors = {name: weight.to(dtype, copy=True) for name, weight in weights.items()}  # vLLM scales in place
+            taken = ("lora_model_id", "peft_helper", "model_vocab_size", "weights_mapper", "skip_prefixes")
+            named = {name: options[name] for name in taken}
+            return base.from_lora_tensors(tensors=tensors, device=str(device), dtype=dtype, **named)
+
+    def use(worker: Any, kind: type) -> None:
+        worker.model_runner.lora_manager._lora_model_cls = kind
+
+    llm.collective_rpc(use, args=(AdapterInMemory,))
+    try:
+        yield
+    finally:
+        llm.collective_rpc(use, args=(base,))
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

@@ -185,11 +185,21 @@ def write_adapter(
     stored = {name: weight.to("cpu", dtype or weight.dtype).contiguous() for name, weight in weights.items()}
     metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint}
     save_file(stored, folder / ADAPTER_WEIGHTS, metadata=metadata)
+    write_adapter_config(folder, backbone)  # last: without it no loader accepts the folder
+
+
+def write_adapter_config(folder: Path, backbone: PreTrainedModel) -> None:
+    """Write what a PEFT adapter folder holds beside its weights.
+
+    Args:
+        folder: The folder.
+        backbone: Model with the adapters.
+    """
     config = copy.deepcopy(peft_config(backbone))
     config.inference_mode = True
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # the same file each time
-    config.save_pretrained(str(folder))  # last: without it no loader accepts the folder
+    config.save_pretrained(str(folder))
 
 
 def load_adapter(backbone: PreTrainedModel, lora: LoraConfig, fingerprint: str | None) -> None:

@@ -40,7 +40,7 @@ class BatchPlan:
                 f"`model.update.mini_batch_size` ({mini} prompts over all ranks) must be a multiple of the number of"
                 f" data-parallel ranks ({self.data_parallel_size}). Change it, or `trainer.devices`."
             )
-        budget = self.update.max_tokens_per_micro_batch
+        budget = self.update.max_tokens
         if budget is not None and self.max_tokens is not None and self.max_tokens > budget:
             raise ValueError(
                 f"`model.update.max_tokens_per_micro_batch` ({budget}) is less than one sequence may have"
@@ -66,16 +66,16 @@ class BatchPlan:
     @property
     def micro_batches_per_mini_batch(self) -> int | None:
         """Forward and backward passes of an optimizer step on one rank; None where the sequences' lengths decide."""
-        if self.update.max_tokens_per_micro_batch is not None:
+        if (size := self.update.micro_batch_size) is None:
             return None
-        return -(-self.mini_batch_sequences_per_rank // self.update.micro_batch_size)
+        return -(-self.mini_batch_sequences_per_rank // size)
 
     @property
     def micro_batches(self) -> str:
         """Number and size of the micro-batches of a mini-batch on one rank, for people."""
-        if (budget := self.update.max_tokens_per_micro_batch) is not None:
-            return f"as many as lengths need x {budget} tokens"
-        size = min(self.update.micro_batch_size, self.mini_batch_sequences_per_rank)
+        if (size := self.update.micro_batch_size) is None:
+            return f"as many as lengths need x {self.update.max_tokens} tokens"
+        size = min(size, self.mini_batch_sequences_per_rank)
         return f"{self.micro_batches_per_mini_batch} x {size} sequences"
 
     @property

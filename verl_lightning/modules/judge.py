@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,9 +19,10 @@ from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.loading import OF_ENVIRONMENTS
-from verl_lightning.rewards.pool import make_pool
+from verl_lightning.rewards.pool import RewardPool, make_pool
 from verl_lightning.rewards.scoring import RewardResults
 from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warning
+from verl_lightning.rollout.base import Completion
 from verl_lightning.types import Episode, Rollout
 
 _LARGEST_USEFUL = 1e15  # rewards; the square of what a gradient makes of it still fits into float32
@@ -88,6 +89,57 @@ class RewardResult:
         return {f"reward/{name}": total(float(count)) for name, count in counts.items()}
 
 
+class EarlyScores:
+    """Scores of a batch whose responses come one by one: each is scored while others are still sampled.
+
+    A function that judges all responses to a prompt at once gets them when the last is there.
+
+    Args:
+        pool: Workers that score.
+        rows: The prompts' data rows.
+        num_samples: Number of responses to each.
+        texts: Function that turns tokens into text.
+    """
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        rows: Sequence[dict[str, Any]],
+        num_samples: int,
+        texts: Callable[[Sequence[Sequence[int]]], list[str]],
+    ) -> None:
+        self._pool = pool
+        self._rows = rows
+        self._num_samples = num_samples
+        self._texts = texts
+        self._size = num_samples if pool.is_batched else 1  # of a unit
+        self._samples: dict[int, RewardSample] = {}
+        self._batch = pool.begin([self._size] * (len(rows) * num_samples // self._size))
+
+    def __call__(self, position: int, completion: Completion) -> None:
+        """Takes a response by its position in the batch."""
+        row = self._rows[position // self._num_samples]
+        [text] = self._texts([completion.token_ids])
+        self._samples[position] = make_sample(row, text, completion.is_truncated)
+        first = position // self._size * self._size
+        unit = [self._samples[each] for each in range(first, first + self._size) if each in self._samples]
+        if len(unit) == self._size:
+            self._pool.offer(self._batch, first // self._size, unit)
+
+    def is_of(self, rows: Sequence[dict[str, Any]], num_responses: int) -> bool:
+        """Tells whether these are the responses to some rows, all of them."""
+        return self._rows is rows and len(self._samples) == num_responses == len(rows) * self._num_samples
+
+    def finish(self) -> tuple[list[str], RewardResults]:
+        """Waits for the scores that are missing; returns the responses as text, and all scores."""
+        results = self._pool.finish(self._batch)
+        return [self._samples[position].response for position in range(len(self._samples))], results
+
+    def give_up(self) -> None:
+        """Frees the workers from responses that nobody asks for any more."""
+        self._pool.give_up(self._batch)
+
+
 class Judge:
     """Scores rollouts with a reward function in workers.
 
@@ -102,6 +154,7 @@ class Judge:
         self._pool = None if is_silent else make_pool(config)
         self._tokenizer = tokenizer
         self._has_warned = False
+        self._early: EarlyScores | None = None
 
     def start(self) -> None:
         """Starts the workers.
@@ -136,6 +189,29 @@ class Judge:
         for note in sorted(note for note in notes if note is not None):
             rank_zero_info(note)
 
+    def begin(self, rows: Sequence[dict[str, Any]], num_samples: int) -> EarlyScores | None:
+        """Begins to score responses while others are still sampled; `score` waits for the rest.
+
+        Args:
+            rows: The prompts' data rows.
+            num_samples: Number of responses to each.
+
+        Returns:
+            Listener to tell of each response as soon as it is finished; None where workers take whole batches only, as
+            Ray's do.
+        """
+        if not isinstance(self._pool, RewardPool):
+            return None
+        if self._early is not None:  # of a batch whose engine died
+            self._early.give_up()
+        self._early = EarlyScores(self._pool, rows, num_samples, self._texts)
+        return self._early
+
+    def _texts(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        skips = self._config.skip_special_tokens
+        texts: list[str] = self._tokenizer.batch_decode(tokens, skip_special_tokens=skips)
+        return texts
+
     def score(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Scores every response: what its environment gave it, and what the reward function gives.
 
@@ -143,13 +219,14 @@ class Judge:
             rollout: Sampled responses.
             rows: The prompts' data rows; ``rollout.prompt_index`` points into them.
         """
-        responses = response_texts(rollout, self._tokenizer, skip_special_tokens=self._config.skip_special_tokens)
-        prompts = [rows[index] for index in rollout.prompt_index.tolist()]
-        results = RewardResults(rewards=[0.0] * len(rollout), components={})
+        early, self._early = self._early, None
+        if early is not None and early.is_of(rows, len(rollout)):
+            responses, results = early.finish()
+        else:
+            if early is not None:
+                early.give_up()
+            responses, results = self._score_all(rollout, rows)
         if self._pool is not None:
-            is_truncated = rollout.is_truncated.tolist()
-            samples = [make_sample(*each) for each in zip(prompts, responses, is_truncated, strict=True)]
-            results = self._pool.score(samples)
             self._warn_of_scale(results.rewards, rollout.prompt_index.tolist())
         rewards = _to_tensor(results.rewards, rollout.input_ids.device)
         scored = RewardResult(
@@ -162,6 +239,14 @@ class Judge:
             num_none=results.num_none,
         )
         return scored if rollout.episodes is None else with_episodes(scored, rollout.episodes, rollout.response_mask)
+
+    def _score_all(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> tuple[list[str], RewardResults]:
+        responses = response_texts(rollout, self._tokenizer, skip_special_tokens=self._config.skip_special_tokens)
+        if self._pool is None:
+            return responses, RewardResults(rewards=[0.0] * len(rollout), components={})
+        prompts = [rows[index] for index in rollout.prompt_index.tolist()]
+        told = zip(prompts, responses, rollout.is_truncated.tolist(), strict=True)
+        return responses, self._pool.score([make_sample(*each) for each in told])
 
     def _warn_of_scale(self, rewards: Sequence[float | None], prompts: Sequence[int]) -> None:
         """Warns once of rewards whose differences get lost."""

@@ -65,11 +65,14 @@ class BatchSplitter:
     contract: PostTrainingStrategy
     """Strategy that reaches the other ranks, which must make as many passes."""
 
-    micro_batch_size: int
+    micro_batch_size: int | None = None
     """Most sequences of a micro-batch, where there is no budget."""
 
     max_tokens: int | None
     """Most tokens of a micro-batch; None splits by sequences."""
+
+    grows: bool = False
+    """True if a longer sequence may take more than the budget, by itself."""
 
     def split(self, model: TokenScorer, batches: Sequence[BatchT]) -> list[SplitBatch[BatchT]]:
         """Splits batches, each into as many micro-batches on every rank if there is a budget. Collective.
@@ -83,6 +86,7 @@ class BatchSplitter:
         """
         batches = with_lengths(batches)
         if self.max_tokens is None:
+            assert self.micro_batch_size is not None
             return [_split(batch, _runs(batch, self.micro_batch_size), None) for batch in batches]
         example = batches[0].rows_per_example
         budget = TokenBudget(
@@ -90,6 +94,7 @@ class BatchSplitter:
             packs=model.packs and all(batch.images is None for batch in batches),
             attention_cost=model.attention_cost,
             rows_per_example=example,
+            grows=self.grows,
         )
         plans = self._plan(budget, [example_lengths(batch.known_lengths(), example) for batch in batches])
         return [_reordered(batch, plan) for batch, plan in zip(batches, plans, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +33,7 @@ from verl_lightning.modules.given import as_advantage, as_corrections, as_model,
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
+from verl_lightning.modules.pass_size import planned_tokens
 from verl_lightning.modules.ppo_checks import (
     check_options,
     check_parts,
@@ -171,7 +172,21 @@ class PPOModule(SamplingModule):
     @property
     @override
     def tokens_per_pass(self) -> int | None:
-        return self.update.tokens_per_pass(self.max_tokens)
+        if (sequences := self.update.micro_batch_size) is not None:
+            return None if self.max_tokens is None else sequences * self.max_tokens
+        return self.update.max_tokens or self._planned_tokens
+
+    @cached_property
+    def _planned_tokens(self) -> int:
+        """Tokens of a pass, where the memory plan chooses them."""
+        return planned_tokens(self)
+
+    @property
+    def _sized_update(self) -> UpdateConfig:
+        """The update's settings with the size of its passes."""
+        if not self.update.sizes_by_plan:
+            return self.update
+        return replace(self.update, max_tokens_per_micro_batch=self._planned_tokens)
 
     @property
     @override
@@ -277,7 +292,7 @@ class PPOModule(SamplingModule):
             prompts_per_step=loader.batch_size * ranks,
             num_samples=self.rollout_source.sampling.num_samples,
             data_parallel_size=ranks,
-            update=self.update,
+            update=self._sized_update,
             max_tokens=self.max_tokens,
         )
         self.print_table(self.plan.table())
@@ -368,7 +383,8 @@ class PPOModule(SamplingModule):
         return BatchSplitter(
             contract=self.contract,
             micro_batch_size=self.update.micro_batch_size,
-            max_tokens=self.update.max_tokens_per_micro_batch,
+            max_tokens=self._sized_update.max_tokens,
+            grows=self.update.sizes_by_plan,
         )
 
     def _learner(self) -> Learner:

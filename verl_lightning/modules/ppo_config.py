@@ -77,12 +77,14 @@ class UpdateConfig(Options, key="model.update"):
     """Prompts of one optimizer step, over all ranks, each with all its responses; null takes all of an iteration's in
     one step."""
 
-    micro_batch_size: int = 8
-    """Sequences of one forward and backward pass on one rank. Changes speed and memory, never the result."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward and backward pass on one rank, in the place of ``max_tokens_per_micro_batch``; null
+    counts tokens. Changes speed and memory, never the result."""
 
-    max_tokens_per_micro_batch: int | None = None
-    """Most tokens of one forward and backward pass on one rank, in the place of ``micro_batch_size``: sequences are
-    divided so that passes take about equal compute. Changes speed and memory, never the result."""
+    max_tokens_per_micro_batch: int | Literal["auto"] | None = "auto"
+    """Most tokens of one forward and backward pass on one rank: sequences are divided so that passes take about equal
+    compute. ``auto``, or null, takes what the run's memory plan leaves, at most 32,768 on GPUs and 4,096 on CPUs, and
+    at least the longest sequence. Changes speed and memory, never the result."""
 
     epochs: int = 1
     """Passes over the iteration's responses."""
@@ -101,11 +103,15 @@ class UpdateConfig(Options, key="model.update"):
     """``R2`` sends each token of a mixture of experts, in all updates of an iteration, to the experts that the pass for
     ``old_log_probs`` chose; null leaves the choice to the router. It keeps its gradient either way."""
 
-    def tokens_per_pass(self, longest: int | None) -> int | None:
-        """Most tokens of a pass on one rank, for sequences of at most ``longest`` tokens; None if unknown."""
-        if self.max_tokens_per_micro_batch is not None:
-            return self.max_tokens_per_micro_batch
-        return None if longest is None else self.micro_batch_size * longest
+    @property
+    def sizes_by_plan(self) -> bool:
+        """True if the memory plan says how large a pass is."""
+        return self.micro_batch_size is None and not isinstance(self.max_tokens_per_micro_batch, int)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of a pass, where they are given."""
+        return self.max_tokens_per_micro_batch if isinstance(self.max_tokens_per_micro_batch, int) else None
 
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "micro_batch_size", "epochs"):
@@ -116,16 +122,14 @@ class UpdateConfig(Options, key="model.update"):
                 "`model.update.router_replay: R2` replays the experts of the trainer's pass over the responses, which"
                 " `model.update.old_log_probs: engine` does not make. Take one of the two out."
             )
-        if self.max_tokens_per_micro_batch is None:
+        budget, key = self.max_tokens_per_micro_batch, "`model.update.max_tokens_per_micro_batch`"
+        if self.max_tokens is None:
             return
-        if self.max_tokens_per_micro_batch < 1:
+        if self.max_tokens < 1:
+            raise ValueError(f"{key} must be at least 1, got {budget}.")
+        if self.micro_batch_size is not None:
             raise ValueError(
-                f"`model.update.max_tokens_per_micro_batch` must be at least 1, got {self.max_tokens_per_micro_batch}."
-            )
-        if self.micro_batch_size != type(self).micro_batch_size:
-            raise ValueError(
-                f"`model.update.micro_batch_size` ({self.micro_batch_size}) and"
-                f" `model.update.max_tokens_per_micro_batch` ({self.max_tokens_per_micro_batch}) both say how large a"
+                f"`model.update.micro_batch_size` ({self.micro_batch_size}) and {key} ({budget}) both say how large a"
                 " micro-batch is. Drop one of them."
             )
 

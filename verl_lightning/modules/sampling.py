@@ -26,6 +26,7 @@ from verl_lightning.modules.validation import ScoredResponse, scored_responses, 
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.loading import OF_ENVIRONMENTS
 from verl_lightning.rollout.base import SamplingConfig
+from verl_lightning.rollout.completions import Listener
 from verl_lightning.telemetry.phases import METRICS, SAVE_CHECKPOINT
 from verl_lightning.types import PromptBatch, Rollout
 
@@ -308,6 +309,19 @@ class SamplingModule(PostTrainingModule):
             f"`{type(self).__name__}` learns from sampled responses, but no callback samples any."
             " Add one: `rollout: HFRollout` in the config, or `Trainer(callbacks=[HFRollout(...)])`."
         )
+
+    def begin_judging(self, batch: PromptBatch, num_samples: int) -> Listener | None:
+        """Begins to score responses while others are still sampled; `judged` waits for the rest.
+
+        Args:
+            batch: Prompts that are answered.
+            num_samples: Number of responses to each.
+
+        Returns:
+            Listener to tell of each response as soon as it is finished; None where they are scored all at once: where
+            ranks share the data, or rewards come from Ray.
+        """
+        return None if self.contract.model_parallel_size > 1 else self.judge.begin(batch.rows, num_samples)
 
     def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Scores responses with the reward function, once for all ranks that see the same data. Collective."""

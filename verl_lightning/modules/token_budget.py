@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +29,18 @@ class TokenBudget:
     rows_per_example: int = 1
     """Sequences behind each of the lengths that are divided; see `example_lengths`."""
 
+    grows: bool = False
+    """True if a row over the budget is a micro-batch by itself; else it is refused."""
+
     def divide(self, rows: Sequence[RowLength]) -> list[list[int]]:
         """Divides rows into as few micro-batches as it can; each is a list of the rows' positions.
 
         Raises:
             ValueError: If one row alone is over the budget.
         """
-        if (longest := max(map(self._alone, rows))) > self.max_tokens:
+        if (longest := max(map(self._alone, rows))) > self.max_tokens and self.grows:
+            return dataclasses.replace(self, max_tokens=longest).divide(rows)
+        if longest > self.max_tokens:
             count = self.rows_per_example
             what = "a sequence of" if count == 1 else f"an example of {count} sequences with, together,"
             raise ValueError(

@@ -90,7 +90,7 @@ class RewardPool:
         if self._workers:
             raise RuntimeError("`RewardPool.start` was called twice. Call `stop` in between.")
         self._workers = [self._spawn() for _ in range(self.config.num_workers)]
-        no_samples = ScoringBatch([], num_workers=self.config.num_workers)
+        no_samples = self.begin([])
         try:
             while not all(worker.is_ready for worker in self._workers):
                 self._advance(no_samples)
@@ -114,12 +114,30 @@ class RewardPool:
             RuntimeError: Before ``start``.
             TypeError: If a sample holds a value that JSON can't express.
         """
-        if not self._workers:
-            raise RuntimeError("`RewardPool.score` needs running workers. Call `start` first.")
         units = units_of(samples, is_batched=self.is_batched)
-        batch = ScoringBatch(units, num_workers=self.config.num_workers)
-        for worker in [worker for worker in self._workers if worker.is_dead]:
-            self._replace(worker, batch)
+        batch = self.begin([len(unit) for unit in units])
+        for index, unit in enumerate(units):
+            batch.put(index, unit)
+        return self.finish(batch, max_error_share=max_error_share)
+
+    def begin(self, sizes: Sequence[int]) -> ScoringBatch:
+        """Opens a batch whose samples come one after another.
+
+        Args:
+            sizes: Number of samples of each unit; see `units_of`.
+        """
+        return ScoringBatch(sizes, num_workers=self.config.num_workers)
+
+    def offer(self, batch: ScoringBatch, unit: int, samples: Sequence[RewardSample]) -> None:
+        """Brings the samples of a unit and goes on judging, without waiting for any answer."""
+        self._check_running()
+        batch.put(unit, samples)
+        self._share_out(batch)
+        self._advance(batch, waits=False)
+
+    def finish(self, batch: ScoringBatch, *, max_error_share: float | None = None) -> RewardResults:
+        """Waits for the answers to a batch whose samples have all come; see `score`."""
+        self._check_running()
         try:
             while not batch.is_done:
                 self._share_out(batch)
@@ -129,6 +147,11 @@ class RewardPool:
             if not batch.is_done:
                 self.stop()
         return batch.results()
+
+    def give_up(self, batch: ScoringBatch) -> None:
+        """Waits until no worker has a sample of a batch in hand whose other samples will not come."""
+        while any(worker.queue for worker in self._workers):
+            self._advance(batch)
 
     def stop(self) -> None:
         """Ends the workers. Does nothing if there are none; ``start`` may follow."""
@@ -145,7 +168,13 @@ class RewardPool:
         environment = worker_environment(os.environ, self.config.environment)
         return WorkerProcess(encode_line(first_line), environment=environment, start_timeout=_START_SECONDS)
 
+    def _check_running(self) -> None:
+        if not self._workers:
+            raise RuntimeError("`RewardPool.score` needs running workers. Call `start` first.")
+
     def _share_out(self, batch: ScoringBatch) -> None:
+        for worker in [worker for worker in self._workers if not worker.queue and worker.is_dead]:
+            self._replace(worker, batch)  # no sample is to blame
         grace = _GRACE_SECONDS if self.is_async else 0.0
         for worker in self._workers:
             if worker.is_ready and (units := self._take(worker, batch)):
@@ -158,9 +187,9 @@ class RewardPool:
             return batch.take_to_wait_for(held, room=worker.capacity - len(held))
         return [] if held else batch.take()
 
-    def _advance(self, batch: ScoringBatch) -> None:
-        """Waits until a worker has something to say or runs out of time, and deals with it."""
-        for worker in self._wait():
+    def _advance(self, batch: ScoringBatch, *, waits: bool = True) -> None:
+        """Deals with what workers say and with those that run out of time; waits for the first of them, or doesn't."""
+        for worker in self._talkers(waits=waits):
             for unit, answer in worker.receive():
                 self._take_answer(worker, unit, answer, batch)
             if worker.is_at_end or worker.is_garbled:
@@ -169,15 +198,15 @@ class RewardPool:
         for worker in [worker for worker in self._workers if worker.deadline < now]:
             self._interrupt(worker, batch)
 
-    def _wait(self) -> list[WorkerProcess]:
-        """Moves backlogs on until an answer comes or a deadline passes; gives the workers with answers."""
+    def _talkers(self, *, waits: bool) -> list[WorkerProcess]:
+        """Moves backlogs on, until an answer comes or a deadline passes; gives the workers with answers."""
         first_deadline = min(worker.deadline for worker in self._workers)
         with selectors.PollSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.answers, selectors.EVENT_READ, worker)
                 if worker.has_backlog:
                     selector.register(worker.requests, selectors.EVENT_WRITE, worker)
-            events = selector.select(max(0.0, first_deadline - time.monotonic()))
+            events = selector.select(max(0.0, first_deadline - time.monotonic()) if waits else 0.0)
         for key, event in events:
             if event & selectors.EVENT_WRITE:
                 key.data.flush()

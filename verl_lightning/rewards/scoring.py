@@ -60,25 +60,34 @@ def units_of(samples: Sequence[RewardSample], *, is_batched: bool) -> list[list[
 
 
 class ScoringBatch:
-    """Keeps which samples wait, which have an answer and which failed.
+    """Keeps which samples are still to come, which wait, which have an answer and which failed.
 
     Args:
-        units: Samples of the batch, in units that one call judges.
+        sizes: Number of samples of each unit, which one call judges; `put` brings the samples.
         num_workers: Number of workers among which the units are shared out.
     """
 
-    def __init__(self, units: Sequence[Sequence[RewardSample]], *, num_workers: int) -> None:
-        self.requests = [encode_samples(unit) for unit in units]
-        self.sizes = [len(unit) for unit in units]
+    def __init__(self, sizes: Sequence[int], *, num_workers: int) -> None:
+        self.requests: dict[int, bytes] = {}
+        self.sizes = list(sizes)
         self.num_samples = sum(self.sizes)
         self._starts = list(accumulate(self.sizes, initial=0))
         self._num_workers = num_workers
-        self._waiting = deque(range(len(units)))
+        self._waiting: deque[int] = deque()
         self._suspects: set[int] = set()
         self._answers: dict[int, Mapping[str, Any]] = {}  # by the sample's position, as the following
         self._errors: dict[int, str] = {}
         self._mistakes: dict[int, str] = {}
         self._timeouts: dict[int, str] = {}
+
+    def put(self, unit: int, samples: Sequence[RewardSample]) -> None:
+        """Brings the samples of a unit, which waits for a worker from now on.
+
+        Raises:
+            TypeError: If a sample holds a value that JSON can't express.
+        """
+        self.requests[unit] = encode_samples(samples)
+        self._waiting.append(unit)
 
     @property
     def num_failures(self) -> int:

@@ -18,6 +18,9 @@ from verl_lightning.types import Episode, PromptImages, Rollout
 
 T = TypeVar("T")
 
+Listener = Callable[[int, Completion], None]
+"""Hears of a completion and the position of its request among those that were asked at once."""
+
 
 def make_requests(
     prompts: Sequence[list[int]],
@@ -41,9 +44,24 @@ def make_requests(
     ]
 
 
-async def answer(generate: Callable[[Request], Awaitable[Completion]], requests: Sequence[Request]) -> list[Completion]:
-    """Returns the completions of some requests, which are asked all at once."""
-    return await asyncio.gather(*map(generate, requests))
+async def answer(
+    generate: Callable[[Request], Awaitable[Completion]], requests: Sequence[Request], hear: Listener | None = None
+) -> list[Completion]:
+    """Returns the completions of some requests, which are asked all at once.
+
+    Args:
+        generate: Function that answers one request.
+        requests: The requests.
+        hear: Function that is told of each completion as soon as it is there.
+    """
+
+    async def one(position: int, request: Request) -> Completion:
+        completion = await generate(request)
+        if hear is not None:
+            hear(position, completion)
+        return completion
+
+    return await asyncio.gather(*(one(*numbered) for numbered in enumerate(requests)))
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:

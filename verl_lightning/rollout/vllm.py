@@ -13,8 +13,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -155,8 +155,18 @@ class VLLMEngine(SteppingEngine):
             late.stretches.append((self._version, lengths[str(key)]))
         self._version = version
 
-    def load_adapter(self, folder: Path, version: int) -> None:
+    @property
+    def holds_adapter(self) -> bool:
+        """True once an adapter was loaded from a folder: the next may come from this process' memory."""
+        return self._adapter is not None
+
+    def load_adapter(self, folder: Path, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Replace the policy's adapter by that of a PEFT folder, wake up if asleep, and drop what was cached.
+
+        Args:
+            folder: The folder.
+            version: Number of these weights.
+            weights: Weights by their names in the folder's file, which then need not be there; None reads the file.
 
         Raises:
             RuntimeError: If the engine does not confirm that it serves this version and no other.
@@ -169,7 +179,8 @@ class VLLMEngine(SteppingEngine):
             engine.remove_lora(self._adapter.lora_int_id)
         request = importlib.import_module("vllm.lora.request").LoRARequest
         self._adapter = request("policy", number, str(folder))
-        engine.add_lora(self._adapter)
+        with nullcontext() if weights is None else compat.adapters_from_memory(self._running, weights):
+            engine.add_lora(self._adapter)
         if (served := set(engine.list_loras())) != {number}:
             raise RuntimeError(f"vLLM was given number {number} of the adapter, but serves the numbers {served}.")
         self._wake_cache()

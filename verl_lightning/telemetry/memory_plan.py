@@ -13,7 +13,7 @@ from rich.table import Table
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import build_skeleton
-from verl_lightning.models.size import ModelRole, model_size
+from verl_lightning.models.size import ModelRole, ModelSize, model_size
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.strategies.memory import ModelMemory
 from verl_lightning.telemetry.speed import Work, peak_tflops, training_work
@@ -185,26 +185,75 @@ def memory_plan(module: PlannedModule) -> MemoryPlan:
     Args:
         module: Module with its trainer.
     """
-    contract, tokens = module.contract, module.tokens_per_pass
-    models, work = {}, None
-    for role in module.roles:
-        skeleton = build_skeleton(role.config, role.head, trainable=role.trainable)
-        size = model_size(skeleton)
-        models[role.name] = contract.plan_memory(size, role.config, tokens, accumulates=module.accumulates)
-        work = work or training_work(role.name, "update", skeleton)
-    device, device_bytes = device_memory(contract.root_device, processes=module.trainer.num_devices)
-    engines = [each for each in module.trainer.callbacks if isinstance(each, HoldsEngine)]  # type: ignore[attr-defined]
-    taken = [engine.engine_memory(device_bytes) for engine in engines]
+    sizes, tokens = ModelSizes.of(module), module.tokens_per_pass
+    device, device_bytes = sizes.device
     return MemoryPlan(
-        models=models,
+        models=sizes.memory(tokens),
         tokens=tokens,
         device=device,
         device_bytes=device_bytes,
-        engine=EngineMemory(*(sum(part) for part in zip(*taken, strict=True))) if taken else EngineMemory(),
-        work=work,
-        peak_tflops=peak_tflops(contract.root_device),
-        keys=tuple(memory_keys(module, engines)),
+        engine=engine_memory(module, device_bytes),
+        work=sizes.work,
+        peak_tflops=peak_tflops(module.contract.root_device),
+        keys=tuple(memory_keys(module, engines_of(module))),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of the models of a run, from which their memory follows for any size of a pass."""
+
+    module: PlannedModule
+    """The run's module."""
+
+    sizes: Mapping[str, ModelSize]
+    """Size of each model by role."""
+
+    work: Work | None
+    """Matrix products of the update of the first model."""
+
+    @classmethod
+    def of(cls, module: PlannedModule) -> ModelSizes:
+        """Measures the models that a module makes, without making them."""
+        sizes, work = {}, None
+        for role in module.roles:
+            skeleton = build_skeleton(role.config, role.head, trainable=role.trainable)
+            sizes[role.name] = model_size(skeleton)
+            work = work or training_work(role.name, "update", skeleton)
+        return cls(module=module, sizes=sizes, work=work)
+
+    @property
+    def device(self) -> tuple[str, int]:
+        """Name and bytes of a rank's device; see `device_memory`."""
+        return device_memory(self.module.contract.root_device, processes=self.module.trainer.num_devices)
+
+    def memory(self, tokens: int | None) -> dict[str, ModelMemory]:
+        """Returns the memory of each model by role.
+
+        Args:
+            tokens: Tokens of the largest pass; None where not known.
+        """
+        plan, accumulates = self.module.contract.plan_memory, self.module.accumulates
+        return {
+            role.name: plan(self.sizes[role.name], role.config, tokens, accumulates=accumulates)
+            for role in self.module.roles
+        }
+
+
+def engines_of(module: PlannedModule) -> list[HoldsEngine]:
+    """Returns the callbacks of a run whose engines may share the training devices."""
+    return [each for each in module.trainer.callbacks if isinstance(each, HoldsEngine)]  # type: ignore[attr-defined]
+
+
+def engine_memory(module: PlannedModule, device_bytes: int) -> EngineMemory:
+    """Returns the memory that all engines of a run take of a training device.
+
+    Args:
+        module: Module with its trainer.
+        device_bytes: Memory of the device.
+    """
+    taken = [engine.engine_memory(device_bytes) for engine in engines_of(module)]
+    return EngineMemory(*(sum(part) for part in zip(*taken, strict=True))) if taken else EngineMemory()
 
 
 def memory_keys(module: PlannedModule, engines: Sequence[HoldsEngine]) -> Iterator[str]:
