@@ -71,8 +71,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 SPEED: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {"compile": True, "reshard_after_forward": False}),
-    "megatron": ("megatron", {"ddp": OVERLAP}),
-    "megatron, plain rotary": ("megatron", {"ddp": OVERLAP} | PLAIN_ROPE),
+    "megatron": ("megatron", {}),
+    "megatron, overlap": ("megatron", {"ddp": OVERLAP}),
+    "megatron, plain rotary": ("megatron", PLAIN_ROPE),
     "megatron, TP2": ("megatron", {"tensor_parallel_size": 2, "sequence_parallel": True, "ddp": OVERLAP}),
     "megatron, PP2": ("megatron", {"pipeline_parallel_size": 2, "micro_batch_size": 1}),
 }

@@ -171,6 +171,8 @@ def killed(arguments: argparse.Namespace, config: str, layout: str, folder: Path
     while process.poll() is None and len(rows_of(broken)) < arguments.steps - 1 and time.monotonic() < end:
         time.sleep(0.1)
     killed_after = len(rows_of(broken))
+    if process.poll() is not None:
+        return {"error": f"ended before it was killed: {(broken / 'output.txt').read_text()[-1500:]}"}
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     resumed = ended(arguments, start(arguments, config, layout, broken, "--ckpt_path", "last"), broken)

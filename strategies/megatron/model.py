@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from verl_lightning.compat.megatron import fuse_weight_gradients
 from verl_lightning.faults import is_meant_for_user, is_of_collective
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line
@@ -75,6 +76,9 @@ def build_model(
     chunks = [_finished(chunk, provider, settings) for chunk in chunks]
     if trainable:
         chunks = wrap(chunks, provider, ddp_config)
+        if settings.uses_transformer_engine and settings.is_bf16 and ddp_options.grad_reduce_in_fp32:
+            for chunk in chunks:
+                fuse_weight_gradients(chunk)
     packs = decide_packing(config, uses_transformer_engine=settings.uses_transformer_engine)
     model = MegatronScorer(chunks, skeleton, mapping, mbridge=mbridge, slicing=make_slicing(settings), packs=packs)
     check_map(model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_lightning.models.packing import PackedTokens, pack, true_positions
 from verl_lightning.models.router_replay import ReadTokens
-from verl_lightning.types import TokenBatch
+from verl_lightning.types import TokenBatch, send
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -78,19 +78,33 @@ def model_tokens(batch: TokenBatch, *, slicing: Slicing, packs: bool) -> ModelTo
         packs: Put sequences in one row.
     """
     flat = pack(batch)
-    lengths = [max(1, row.tokens) for row in batch.known_lengths()]
-    padded = [-(-length // slicing.multiple) * slicing.multiple for length in lengths]
+    real = [row.tokens for row in batch.known_lengths()]
+    padded = [-(-max(1, length) // slicing.multiple) * slicing.multiple for length in real]
     if not packs:
         padded = [max(padded)] * len(padded)
-    device = batch.input_ids.device
-    starts = torch.tensor([0, *padded], device=device).cumsum(0)
-    row_of = torch.repeat_interleave(torch.tensor([r.tokens for r in batch.known_lengths()], device=device))
-    place = starts[row_of] + flat.position_ids[0]  # of each real token, in padded sequences laid end to end
-    total = sum(padded)
-    ids = torch.zeros(total, dtype=flat.input_ids.dtype, device=device).index_copy(0, place, flat.input_ids[0])
-    positions = torch.cat([torch.arange(length, device=device) for length in padded])
-    columns = total if packs else padded[0]
-    return _slice(flat, ids, positions, place, padded, columns, slicing, packs)
+    columns = sum(padded) if packs else padded[0]
+    ids, positions, places = _spread(flat, real, padded)
+    return _slice(flat, ids, positions, places, padded, columns, slicing, packs)
+
+
+def _spread(flat: PackedTokens, real: list[int], padded: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay sequences end to end with padding after each; return tokens, positions, and where real tokens come to lie.
+
+    Args:
+        flat: The real tokens in a row.
+        real: Length of each sequence.
+        padded: Length of each sequence with its padding.
+    """
+    device = flat.input_ids.device
+    if padded == real:
+        return flat.input_ids[0], flat.position_ids[0], torch.arange(sum(real), device=device)
+    starts = torch.tensor([0, *padded[:-1]]).cumsum(0)
+    # On the host, which knows all lengths: it would wait for the device otherwise.
+    first = send(torch.repeat_interleave(starts, torch.tensor(real)), device)
+    places = first + flat.position_ids[0]
+    ids = torch.zeros(sum(padded), dtype=flat.input_ids.dtype, device=device)
+    positions = send(torch.cat([torch.arange(length) for length in padded]), device)
+    return ids.index_copy(0, places, flat.input_ids[0]), positions, places
 
 
 def _slice(
@@ -106,7 +120,7 @@ def _slice(
     """Keep what this rank holds of each sequence."""
     labels, target, predictors = flat.labels[0], flat.target, places[flat.predictors]
     if slicing.context_size > 1:
-        kept = context_slice(padded, slicing).to(ids.device)
+        kept = send(context_slice(padded, slicing), ids.device)
         place = torch.full((len(ids),), -1, device=ids.device)
         place[kept] = torch.arange(len(kept), device=ids.device)
         ids, positions, predictors = ids[kept], positions[kept], place[predictors]
@@ -147,7 +161,7 @@ def context_slice(lengths: list[int], slicing: Slicing) -> Int[Tensor, " kept"]:
 def _boundaries(lengths: list[int], device: torch.device) -> PackedSeqParams:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    ends = send(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

@@ -213,3 +213,19 @@ def allocate_optimizer_state(part: Any) -> None:
     part.init_state_fn(part.optimizer, part.config)
     for slots in part.optimizer.state.values():
         slots.setdefault("step", torch.tensor(0.0))
+
+
+def fuse_weight_gradients(chunk: nn.Module) -> None:
+    """Have TransformerEngine's layers add weight gradients to Megatron's own buffers, within the matrix product.
+
+    Megatron's switch for it, ``gradient_accumulation_fusion``, wants Apex for the layers that are not
+    TransformerEngine's.
+
+    Args:
+        chunk: Piece of a model that is wrapped in Megatron's data parallelism, with gradients in float32.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation") and any(
+            p.requires_grad for p in module.parameters(recurse=False)
+        ):
+            module.fuse_wgrad_accumulation = True
