@@ -158,6 +158,10 @@ class Meter(Callback):
         synchronize()
         self.ends.append(time.perf_counter())
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        phases = {
+            n.removeprefix("timing_s/"): round(v, 3) for n, v in self.steps[-1].items() if n.startswith("timing_")
+        }
+        print(f"step {len(self.steps)}: {phases}", flush=True)  # noqa: T201
         self.batch = batch
 
     @override
