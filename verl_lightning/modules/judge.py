@@ -106,7 +106,7 @@ class EarlyScores:
         pool: RewardPool,
         rows: Sequence[dict[str, Any]],
         num_samples: int,
-        texts: Callable[[Sequence[Sequence[int]]], list[str]],
+        texts: Callable[[list[list[int]]], list[str]],
     ) -> None:
         self._pool = pool
         self._rows = rows
@@ -207,7 +207,7 @@ class Judge:
         self._early = EarlyScores(self._pool, rows, num_samples, self._texts)
         return self._early
 
-    def _texts(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+    def _texts(self, tokens: list[list[int]]) -> list[str]:
         skips = self._config.skip_special_tokens
         texts: list[str] = self._tokenizer.batch_decode(tokens, skip_special_tokens=skips)
         return texts
