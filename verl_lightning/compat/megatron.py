@@ -224,8 +224,6 @@ def fuse_weight_gradients(chunk: nn.Module) -> None:
     Args:
         chunk: Piece of a model that is wrapped in Megatron's data parallelism, with gradients in float32.
     """
-    for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation") and any(
-            p.requires_grad for p in module.parameters(recurse=False)
-        ):
-            module.fuse_wgrad_accumulation = True
+    layers: list[Any] = [module for module in chunk.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    for layer in layers:
+        layer.fuse_wgrad_accumulation = any(p.requires_grad for p in layer.parameters(recurse=False))
