@@ -46,8 +46,9 @@ LAYOUTS: dict[str, list[str]] = {
 }
 """Flags of each layout; `megatron` on two devices is data parallelism with the distributed optimizer."""
 
-DETERMINISTIC = ["--megatron.transformer.overrides", '{"deterministic_mode": true}']
-"""Flags of runs that are compared to the bit: TransformerEngine's attention adds up gradients in any order else."""
+DETERMINISTIC = ["--megatron.transformer.overrides", '{"deterministic_mode": true}', "--model.actor.packing", "never"]
+"""Flags of runs that are compared to the bit: TransformerEngine's attention adds up gradients in any order else, and in
+a fixed order it wants terabytes for packed rows."""
 
 DETERMINISTIC_VARIABLES = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

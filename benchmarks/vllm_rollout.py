@@ -287,7 +287,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     beside = arguments.beside_gpus
     rollout = RaggedRollout(
         sampling=sampling,
-        val_sampling=sampling,
+        val_sampling=SamplingConfig(max_new_tokens=16) if arguments.sync_only else sampling,
         gpu_memory_utilization=arguments.gpu_memory_utilization or None,
         enforce_eager=arguments.tiny or arguments.sync_only,
         tensor_parallel_size=arguments.tensor_parallel_size,

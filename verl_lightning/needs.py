@@ -231,6 +231,20 @@ def missing_vllm() -> str | None:
     return None if has_package("vllm") else no_vllm("No module named 'vllm'")
 
 
+def missing_for_ipc() -> str | None:
+    """Says that vLLM's transfer by CUDA IPC lacks Ray; None if it is there, or this version does without."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None or has_package("ray"):
+        return None
+    engine = Path(vllm.origin).parent / "distributed/weight_transfer/ipc_engine.py"
+    if not engine.is_file() or not re.search(r"^import ray$", engine.read_text(encoding="utf-8"), re.MULTILINE):
+        return None
+    return (
+        "`rollout.placement.transfer: ipc` needs Ray, which this version of vLLM imports for it. Install it"
+        " (`pip install 'verl-lightning[ray]'`), or set `rollout.placement.transfer: host`."
+    )
+
+
 def no_vllm(reason: str) -> str:
     """Says that vLLM can't be used, and what to do."""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -39,6 +40,19 @@ def test_the_fastest_possible_way_is_taken(trainer, engine, transfer):
 def test_a_way_that_does_not_lead_there_is_refused(wanted, trainer, engine):
     with pytest.raises(MisconfigurationException, match=rf"`rollout.placement.transfer: {wanted}` can't send weights"):
         choose_transfer(wanted, trainer_gpu=trainer, engine_gpu=engine)
+
+
+def test_a_vllm_that_imports_ray_for_ipc_goes_through_the_host_without_it(tmp_path, monkeypatch):
+    folder = tmp_path / "vllm/distributed/weight_transfer"
+    folder.mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    (folder / "ipc_engine.py").write_text("import os\n\nimport ray\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+    assert choose_transfer("auto", trainer_gpu=0, engine_gpu=0) == "host"
+    with pytest.raises(MisconfigurationException, match="`rollout.placement.transfer: ipc` needs Ray"):
+        choose_transfer("ipc", trainer_gpu=0, engine_gpu=0)
 
 
 def test_weights_go_in_chunks_of_about_a_size():

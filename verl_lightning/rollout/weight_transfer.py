@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from verl_lightning.needs import missing_for_ipc
 from verl_lightning.processes import loopback
 
 Transfer = Literal["host", "nccl", "ipc"]
@@ -31,11 +32,15 @@ def choose_transfer(wanted: Transfer | Literal["auto"], *, trainer_gpu: int | No
         engine_gpu: Index of the engine's GPU, None on a CPU.
 
     Raises:
-        MisconfigurationException: If the wanted route does not lead from the trainer to the engine.
+        MisconfigurationException: If the wanted route does not lead from the trainer to the engine, or lacks a package.
     """
     possible: list[Transfer] = ["host"]
     if trainer_gpu is not None and engine_gpu is not None:
-        possible.insert(0, "ipc" if trainer_gpu == engine_gpu else "nccl")
+        route: Transfer = "ipc" if trainer_gpu == engine_gpu else "nccl"
+        missing = missing_for_ipc() if route == "ipc" else None
+        if missing is not None and wanted == "ipc":
+            raise MisconfigurationException(missing)
+        possible = possible if missing else [route, *possible]
     if wanted == "auto":
         return possible[0]
     if wanted not in possible:
