@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl_lightning.environments.agents import Agent
 from verl_lightning.environments.base import Environment
 from verl_lightning.environments.chat import History
 from verl_lightning.environments.tool_use import ToolEnvironment
@@ -22,7 +23,7 @@ Make = Callable[[], Environment]
 Given = str | dict[str, Any] | Callable[..., Any]
 """Environments as they are given: one or several by name; a place in the code, one with ``arguments``, or a class.
 
-A dictionary with a list of ``tools`` is `ToolEnvironment` with these arguments."""
+A dictionary with a list of ``tools`` is `ToolEnvironment` with these arguments; one with an ``agent`` is `Agent`."""
 
 COLUMN = "environment"
 """Column of a row that names its environment, where there are several."""
@@ -77,8 +78,10 @@ class Environments:
 
     def __init__(self, given: Given) -> None:
         self._only: str | None = None
-        if isinstance(given, dict) and "path" not in given and not isinstance(given.get("tools"), list):
-            self.makers = {name: _maker(each, f"rollout.environment.{name}") for name, each in given.items()}
+        if isinstance(given, dict) and not _is_one(given):
+            self.makers: dict[str, Make | Agent] = {
+                name: _maker(each, f"rollout.environment.{name}") for name, each in given.items()
+            }
             if not self.makers:
                 raise ValueError("`rollout.environment` names no environment. Give one, or leave it out.")
         else:
@@ -103,17 +106,26 @@ class Environments:
         return str(name)
 
 
+def _is_one(given: Mapping[str, Any]) -> bool:
+    """Tells whether a dictionary describes one environment, and not several by name."""
+    return "path" in given or "agent" in given or isinstance(given.get("tools"), list)
+
+
 def _label(given: Given) -> str:
     """Returns the name of an environment that has been given none."""
-    place = given.get("path", "tools") if isinstance(given, dict) else given
+    place = given.get("path") or given.get("agent", "tools") if isinstance(given, dict) else given
     if isinstance(place, str):
         return place.rpartition(":")[2].rpartition(".")[2]
     return str(getattr(place, "__name__", type(place).__name__))
 
 
-def _maker(given: Any, key: str) -> Make:
-    """Returns the function that makes an environment, once it has made one."""
+def _maker(given: Any, key: str) -> Make | Agent:
+    """Returns the function that makes an environment, or the agent."""
     arguments: dict[str, Any] = {}
+    if isinstance(given, dict) and "agent" in given:
+        if unknown := given.keys() - {"agent", "timeout", "tool_calls", "variables"}:
+            raise ValueError(f"`{key}` has `agent`, `timeout`, `tool_calls` and `variables`, not `{min(unknown)}`.")
+        return Agent(**given, key=key)
     if isinstance(given, dict) and "tools" in given:
         given = {"path": ToolEnvironment, "arguments": given}
     if isinstance(given, dict):

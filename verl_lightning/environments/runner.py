@@ -11,6 +11,9 @@ from weakref import WeakKeyDictionary
 from lightning.fabric.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from verl_lightning.environments.agent_server import AgentServer
+from verl_lightning.environments.agent_session import Speaker
+from verl_lightning.environments.agents import Agent
 from verl_lightning.environments.base import Environment
 from verl_lightning.environments.chat import Chat
 from verl_lightning.environments.config import Environments, EpisodesConfig
@@ -80,6 +83,7 @@ class EpisodeRunner:
     def __post_init__(self) -> None:
         self._threads = Threads()
         self._tool_uses: dict[str, ToolUse] = {}
+        self._overridden: set[str] = set()
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def check(self) -> None:
@@ -92,6 +96,8 @@ class EpisodeRunner:
         if isinstance(self.environments, TurnsConfig):
             return
         for kind, make in self.environments.makers.items():
+            if isinstance(make, Agent):
+                continue
             environment = make()
             if not isinstance(environment, Environment):
                 raise ValueError(
@@ -139,18 +145,61 @@ class EpisodeRunner:
         """Play an episode for each request; those of one event loop are together no more than are allowed at once."""
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.max_concurrency))
         policy = Policy(generate=generate, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
+        server = AgentServer()
 
         async def play_one(request: EpisodeRequest) -> Completion:
             async with room:
-                return await self._play(policy, request)
+                agent = self._agents.get(self._kind(request))
+                if agent is None:
+                    return await self._play(policy, request)
+                return await self._play_agent(policy, server, agent, request)
 
-        return list(await asyncio.gather(*map(play_one, requests)))
+        if not self._agents:
+            return list(await asyncio.gather(*map(play_one, requests)))
+        async with server:
+            return list(await server.watch(asyncio.gather(*map(play_one, requests))))
 
     def stop(self) -> None:
         """End the threads of environments and the processes of tools."""
         self._threads.stop()
         for tool_use in self._tool_uses.values():
             tool_use.stop()
+        for agent in self._agents.values():
+            agent.workers.stop()
+
+    @property
+    def _agents(self) -> dict[str, Agent]:
+        makers = {} if isinstance(self.environments, TurnsConfig) else self.environments.makers
+        return {kind: make for kind, make in makers.items() if isinstance(make, Agent)}
+
+    def _kind(self, request: EpisodeRequest) -> str:
+        """Return the name of an episode's environment."""
+        environments = self.environments
+        if isinstance(environments, TurnsConfig):
+            return type(environments.environment).__name__
+        return environments.name_of(request.row)
+
+    async def _play_agent(
+        self, policy: Policy, server: AgentServer, agent: Agent, request: EpisodeRequest
+    ) -> Completion:
+        speaker = Speaker(
+            generate=policy.generate,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            max_prompt_length=self.max_prompt_length,
+            enable_thinking=self.enable_thinking,
+            history=self.config.history,
+            tool_calls=agent.tool_calls,
+        )
+        outcome = await agent.play(server, speaker, request.row, request)
+        if outcome.session.overridden - self._overridden:
+            self._overridden |= outcome.session.overridden
+            names = ", ".join(f"`{name}`" for name in sorted(self._overridden))
+            rank_zero_warn(f"Agents set {names}, but the policy is sampled as `rollout.sampling` says.")
+        kind = self._kind(request)
+        episode = outcome.episode(kind, f"`{kind}` ({request.name})")
+        histories = outcome.session.learnt_from() or [Trajectory(prompt_ids=request.prompt_ids)]
+        return _as_completion(histories[-1], episode)
 
     async def _play(self, policy: Policy, request: EpisodeRequest) -> Completion:
         player, error = self._player(policy, request), None
@@ -161,14 +210,14 @@ class EpisodeRunner:
         return _completion(player, error)
 
     def _player(self, policy: Policy, request: EpisodeRequest) -> Player:
-        environments = self.environments
+        environments, kind = self.environments, self._kind(request)
         if isinstance(environments, TurnsConfig):
-            turns, kind = environments, type(environments.environment).__name__
-            prompt = str(self.tokenizer.decode(request.prompt_ids))
+            turns, prompt = environments, str(self.tokenizer.decode(request.prompt_ids))
             make: Callable[[], Environment] = lambda: Replies(turns, prompt)  # noqa: E731
         else:
-            kind = environments.name_of(request.row)
-            make = environments.makers[kind]
+            maker = environments.makers[kind]
+            assert not isinstance(maker, Agent)
+            make = maker
         return Player(
             name=f"`{kind}` ({request.name})",
             kind=kind,
@@ -218,6 +267,20 @@ class EpisodeRunner:
 def _completion(player: Player, error: EpisodeError | None) -> Completion:
     """Returns an episode as an engine's answer."""
     trajectory = player.trajectory
+    episode = Episode(
+        environment=player.kind,
+        messages=[] if player.talk is None else list(player.talk.messages),
+        turn_ends=trajectory.ends,
+        rewards=trajectory.rewards,
+        metrics=trajectory.metrics,
+        seconds=player.seconds,
+        error="" if error is None else str(error),
+        is_timeout=error is not None and error.is_timeout,
+    )
+    return _as_completion(trajectory, episode)
+
+
+def _as_completion(trajectory: Trajectory, episode: Episode) -> Completion:
     ids, mask, log_probs = trajectory.ids, trajectory.mask, trajectory.log_probs
     if not ids:  # nothing to learn from, but a row of its group
         ids, mask, log_probs = trajectory.prompt_ids[-1:], [False], [0.0]
@@ -229,14 +292,5 @@ def _completion(player: Player, error: EpisodeError | None) -> Completion:
         is_own=mask,
         versions=trajectory.versions or [-1],
         prompt_ids=trajectory.prompt_ids,
-        episode=Episode(
-            environment=player.kind,
-            messages=[] if player.talk is None else list(player.talk.messages),
-            turn_ends=trajectory.ends,
-            rewards=trajectory.rewards,
-            metrics=trajectory.metrics,
-            seconds=player.seconds,
-            error="" if error is None else str(error),
-            is_timeout=error is not None and error.is_timeout,
-        ),
+        episode=episode,
     )

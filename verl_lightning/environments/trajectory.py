@@ -76,6 +76,15 @@ class Trajectory:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
+    def cut(self, length: int) -> None:
+        """Leave out what follows some tokens after the prompt.
+
+        Args:
+            length: Number of these tokens.
+        """
+        for values in (self.ids, self.mask, self.log_probs, self.versions):
+            del values[length:]
+
     def _append(self, ids: list[int], log_probs: list[float], versions: list[int]) -> None:
         self.ids += ids
         self.mask += [version >= 0 for version in versions]

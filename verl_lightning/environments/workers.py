@@ -145,6 +145,7 @@ class _Process:
     def send(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """Send a request; the result is the process's answer, or an error if it ends before."""
         tag, answer = secrets.token_hex(8).encode(), Future[dict[str, Any]]()
+        answer.set_running_or_notify_cancel()  # who gives up waiting must not cancel it under the reader's hands
         line = add_tag(tag, encode_line(request))
         pipe = self._process.popen.stdin
         assert pipe is not None

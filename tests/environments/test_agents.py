@@ -1,0 +1,135 @@
+"""Programs that speak OpenAI's API are agents of the policy, unchanged, and their tokens are the engine's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data.published import tokenizer_for
+from tests.environments.agent_functions import agent, silent
+from tests.environments.worlds import END, say_seven
+from tests.tiny import tiny_tokenizer
+from verl_lightning.environments.config import Environments, EpisodesConfig
+from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
+from verl_lightning.faults import RunError
+from verl_lightning.rollout.base import Completion, SamplingConfig
+from verl_lightning.rollout.completions import wait_for
+
+AGENT = {"agent": "tests.environments.agent_functions.agent", "timeout": 60.0}
+
+
+def parts(environment, *names, generate=say_seven, tokenizer=None, eos=END, **config):
+    """Episodes of agents that play these parts."""
+    runner = EpisodeRunner(
+        environments=Environments(environment),
+        config=EpisodesConfig(**config),
+        tokenizer=tokenizer or tiny_tokenizer(),
+        eos_token_ids=[eos],
+        max_prompt_length=200,
+        enable_thinking=None,
+    )
+    sampling = SamplingConfig(max_new_tokens=200)
+    requests = [
+        EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=n, name=f"prompt {n}, sample 0", row={"part": name})
+        for n, name in enumerate(names)
+    ]
+    completions = wait_for(runner.run(generate, requests))
+    runner.stop()
+    return completions
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    """One of each part that goes well."""
+    names = ("linear", "branched", "streaming", "refused")
+    with pytest.warns(UserWarning, match="Agents set `temperature`, but the policy is sampled as `rollout.sampling`"):
+        return dict(zip(names, parts(AGENT, *names), strict=True))
+
+
+def test_a_conversation_is_one_trajectory_of_sampled_tokens(episodes):
+    episode, tokenizer = episodes["linear"], tiny_tokenizer()
+
+    chat = [
+        {"role": role, "content": text}
+        for role, text in zip(["user", "assistant"] * 2, ["5 1", "7", "12", "7"], strict=True)
+    ]
+    seven = tokenizer.convert_tokens_to_ids("7")
+    own = [token for token, is_own in zip(episode.token_ids, episode.is_own, strict=True) if is_own]
+    said = tokenizer.decode(episode.prompt_ids + episode.token_ids)
+    assert tokenizer.apply_chat_template(chat, tokenize=False).startswith(said)
+    assert own == [seven, END] * 2
+    assert episode.episode.rewards == [0.0, 1.0]
+    assert episode.episode.metrics["trajectories"] == 1
+
+
+def test_branched_and_compacted_histories_are_trajectories(episodes):
+    assert episodes["branched"].episode.metrics["trajectories"] == 3
+    assert episodes["branched"].episode.reward == 1.0
+
+
+def test_streams_choices_completions_and_errors_are_openais(episodes):
+    assert episodes["streaming"].episode.reward == 1.0
+    assert episodes["refused"].episode.reward == 1.0
+
+
+def test_tools_of_an_agent_are_called_in_the_templates_format():
+    tokenizer = tokenizer_for("qwen2_5")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    said = ['<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "It is 5."]
+
+    async def generate(request):
+        ids = [*tokenizer(said.pop(0), add_special_tokens=False).input_ids, end]
+        return Completion(ids, [-1.0] * len(ids), False, 1)
+
+    runner = EpisodeRunner(
+        environments=Environments({"agent": agent}),
+        config=EpisodesConfig(),
+        tokenizer=tokenizer,
+        eos_token_ids=[end],
+        max_prompt_length=4000,
+        enable_thinking=None,
+    )
+    sampling = SamplingConfig(max_new_tokens=400)
+    request = EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=0, name="prompt 0", row={"part": "with_tools"})
+    (episode,) = wait_for(runner.run(generate, [request]))
+    runner.stop()
+
+    assert episode.episode.rewards == [0.0, 1.0]
+    assert "<tool_response>" in tokenizer.decode(episode.token_ids)
+
+
+def test_agents_that_fail_are_named_and_cost_no_other():
+    names = ("failing", "silent", "wordy", "late", "branched")
+    with pytest.warns(UserWarning, match="4 of 5 episodes of a batch could not be finished and are left out"):
+        episodes = parts({**AGENT, "timeout": 10.0}, *names, max_error_share=1.0)
+
+    errors = [each.episode.error for each in episodes]
+    assert "the agent raised KeyError: 'lost'" in errors[0]
+    assert "asked the policy nothing" in errors[1]
+    assert "must return its reward, a finite number, or None; got 'good'" in errors[2]
+    assert "took longer than its `timeout`" in errors[3]
+    assert episodes[3].episode.is_timeout
+    assert errors[4] == ""
+    with pytest.raises(RunError, match=r"`agent` \(prompt 0, sample 0\): the agent raised KeyError"):
+        parts(AGENT, "failing")
+
+
+def test_an_engine_that_fails_ends_the_run_and_not_an_episode():
+    async def generate(request):
+        raise TimeoutError("the engine is stuck")
+
+    with pytest.raises(TimeoutError, match="the engine is stuck"):
+        parts(AGENT, "linear", "late", generate=generate)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"agent": lambda client, row: 1.0}, "must be `async def agent.client, row.`"),
+        ({"agent": "tests.environments.agent_functions.agnt"}, "does not import.*Did you mean `agent`"),
+        ({"agent": silent, "timeot": 3}, "has `agent`, `timeout`, `tool_calls` and `variables`, not `timeot`"),
+        ({"agent": silent, "timeout": 0}, "`rollout.environment.timeout` must be a positive number"),
+    ],
+)
+def test_wrong_agents_are_refused(given, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Environments(given)
