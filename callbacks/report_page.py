@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -59,7 +60,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         *_responses(folder),
         *_timings(rows),
         *_settings(folder),
-        *_section("Environment", _table(record.environment.items())),
+        *_section("Environment", _table([*record.environment.items(), ("command", shlex.join(record.command))])),
     ]
     title = escape(record.name)
     page = folder / PAGE_FILE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shlex
 import socket
 import sys
 import time
@@ -155,7 +154,7 @@ def environment(trainer: Trainer) -> dict[str, str]:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     found["devices"] = f"{trainer.world_size} x {kind}"
     found["strategy"] = type(trainer.strategy).__name__
-    return found | {"precision": str(trainer.precision), "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    return found | {"precision": str(trainer.precision)}
 
 
 def _lines(places: dict[str, Path]) -> str:
