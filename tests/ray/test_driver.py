@@ -9,11 +9,11 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from verl_lightning.launch import driver
-from verl_lightning.launch.board import Place, make_board
+from verl_lightning.launch.board import Place, RunFolder, make_board
 from verl_lightning.launch.driver import describe_failure, fit_once
 from verl_lightning.launch.reporter import NodeLeavingError
 from verl_lightning.launch.task import Task
-from verl_lightning.launch.worker import is_mistake
+from verl_lightning.launch.worker import is_mistake, restart_words
 from verl_lightning.ray.actors import ActorsLostError
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.process import EngineDiedError
@@ -111,3 +111,21 @@ def test_a_run_is_not_given_up_for_what_nobody_can_help(kind):
     error.__cause__ = kind("gone")
 
     assert not is_mistake(error)
+
+
+@pytest.mark.parametrize(
+    ("version", "saves", "expected"),
+    [
+        ("grpo-1", True, ["--name", "grpo-1", "--ckpt_path", "last"]),
+        (3, False, ["--name", "version_3"]),
+        (None, True, ["--ckpt_path", "{folder}/last.ckpt"]),
+        (None, False, []),
+    ],
+)
+def test_another_attempt_goes_on_in_the_folder_of_the_one_before(tmp_path, version, saves, expected):
+    if saves:
+        (tmp_path / "last.ckpt").touch()
+    left = RunFolder(log_version=version, checkpoint_folders=(str(tmp_path),))
+    task = Task(words=["--config", "grpo"], folder="", sys_path=[], board=None, restart_of=left)
+
+    assert restart_words(task) == ["--config", "grpo", *(word.format(folder=tmp_path) for word in expected)]
