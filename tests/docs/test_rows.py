@@ -12,7 +12,7 @@ from verl_lightning.data.preference_rows import read_preferences
 from verl_lightning.data.rows import read_chat_rows, read_prompt_rows
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```json (\w+)(?: columns=(.*?))?\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = re.findall(r"<!-- (\w+)(?: columns=(.*?))? -->\n\n```json\n(.*?)```", PAGE, re.DOTALL)
 READERS = {"prompts": read_prompt_rows, "chats": read_chat_rows, "preferences": read_preferences}
 
 
