@@ -97,7 +97,10 @@ def test_as_many_episodes_are_open_as_are_allowed(world):
         ("sleeps", r"`step` took longer than `rollout.episodes.timeout` \(0.05 s\)\."),
         ("hangs", r"took longer than `rollout.episodes.timeout` \(0.05 s\)\. Its thread is left behind"),
         ("says nothing", r"`step` must return messages, or say that the episode is `done`"),
-        ("returns no step", r"`step` must return a `Step` with a finite reward, got '5'"),
+        ("returns no step", r"`step` must return a `Step`, got '5'"),
+        ("rewards with a word", r"`Step.reward` must be a finite number, got 'good'"),
+        ("takes a name", r"`Step.metrics` may not have `turns`, which each environment has of its own"),
+        ("says a number", r"expected a text or a list of messages, got 5"),
     ],
 )
 def test_an_environment_that_fails_is_named(fault, message):

@@ -70,6 +70,12 @@ class Unruly(Counting):
                 return Step()
             case "returns no step":
                 return "5"
+            case "rewards with a word":
+                return Step("5", reward="good")
+            case "takes a name":
+                return Step("5", metrics={"turns": 1.0})
+            case "says a number":
+                return Step(5)
         return await super().step(message)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
 Message = dict[str, Any]
@@ -12,6 +14,10 @@ Message = dict[str, Any]
 
 Row = Mapping[str, Any]
 """All columns of a data row, such as ``prompt``, ``data_source`` and ``reward_model``."""
+
+
+_OWN_METRICS = {"episodes", "errors", "timeouts", "reward", "turns", "tokens/own", "tokens/read"}
+"""Names under ``env/<environment>/`` that are counted for every environment."""
 
 
 @dataclass(frozen=True)
@@ -90,5 +96,26 @@ class Environment(ABC):
 
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:
-    """Returns messages as a list; a text is what the user says."""
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    """Returns messages as a list; a text is what the user says.
+
+    Raises:
+        ValueError: If they are neither.
+    """
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"expected a text or a list of messages, got {messages!r:.80}.")
+    return list(messages)
+
+
+def complaint_about(step: object) -> str | None:
+    """Says what is wrong with what an environment's ``step`` has returned; None if nothing is."""
+    if not isinstance(step, Step):
+        return f"`step` must return a `Step`, got {step!r:.80}."
+    numbers = {"reward": step.reward, **{f"metrics[{name!r}]": value for name, value in step.metrics.items()}}
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            return f"`Step.{name}` must be a finite number, got {value!r:.80}."
+    if taken := sorted(_OWN_METRICS & step.metrics.keys()):
+        return f"`Step.metrics` may not have `{taken[0]}`, which each environment has of its own. Rename it."
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -12,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_lightning.environments.base import Environment, Message, Row, Step, as_messages
+from verl_lightning.environments.base import Environment, Message, Row, Step, as_messages, complaint_about
 from verl_lightning.environments.config import EpisodesConfig, Make
 from verl_lightning.environments.own_thread import LateError, OwnThread, Threads
 from verl_lightning.environments.tool_calls import MalformedCall, ToolCall
@@ -188,8 +187,8 @@ class Player:
             step = await self._call("tools", lambda: tool_calls.step(environment, message, calls))
         else:
             step = await self._call("step", lambda: environment.step(message))
-        if not isinstance(step, Step) or not math.isfinite(step.reward):
-            raise EpisodeError(f"{self.name}: `step` must return a `Step` with a finite reward, got {step!r:.80}.")
+        if (complaint := complaint_about(step)) is not None:
+            raise EpisodeError(f"{self.name}: {complaint}")
         self.trajectory.add_reward(step.reward, step.metrics)
         return step
 
@@ -204,7 +203,7 @@ class Player:
 
     def _reply(self, talk: Talk, step: Step, completion: Completion) -> list[int]:
         """Return the tokens of the environment's answer."""
-        messages = as_messages(step.messages)
+        messages = self._rendered(lambda: as_messages(step.messages))
         if not messages:
             raise EpisodeError(f"{self.name}: `step` must return messages, or say that the episode is `done`.")
         return self._rendered(lambda: talk.add_reply(messages, self.policy.last(completion.token_ids)))
