@@ -12,6 +12,8 @@ def episode_metrics(rollout: Rollout) -> dict[str, Metric]:
     Args:
         rollout: Rollout of the episodes.
     """
+    if rollout.episodes is None:  # the lengths below wait for the device
+        return {}
     table = MetricTable()
     own = rollout.response_mask.sum(-1).tolist()
     read = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
