@@ -35,7 +35,7 @@ RANKS = ("strategies.base.gather_over_data_parallel for ", "strategies.base.larg
 """What hosts tell one another; see `test_hosts_have_groups_of_their_own`."""
 
 PADDED = {
-    "_local_scalar_dense: models.scorer._from_padded for models.scorer._padded": "transformers asks if padding is there",
+    "_local_scalar_dense: models.scorer._from_padded for models.scorer._padded": "transformers asks for padding",
 }
 """Of models that are not packed, at each micro-batch."""
 
