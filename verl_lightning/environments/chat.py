@@ -113,7 +113,7 @@ class Chat:
             last: Text of the token with which the policy ended its turn.
         """
         finder, ends = find_ends(self._renderer.template, self._tokenizer.eos_token)
-        end, token = max((shared.rfind(token), token) for token in ends.closing)
+        end, token = max(((shared.rfind(token), token) for token in ends.closing), default=(-1, ""))
         if end > shared.rfind(WORD):
             return end if last is None else end + len(token)
         for opening in (ends.opening_tool, ends.opening):  # where the next message's first token ends a turn
