@@ -181,9 +181,16 @@ def test_settings_of_an_older_version_are_read_and_unknown_ones_named(tmp_path, 
     export(full_run[1], tmp_path / "out", "--to", "hf", "--config", str(path))
     assert (tmp_path / "out" / "model.safetensors").exists()
 
-    for wrong, message in [("checkpoint: 3", "this version can't read: Group 'model' does not accept"), ("{", "hold")]:
-        path.write_text(text.replace("activation_checkpointing: none", wrong))
-        assert message in refusal(capsys, full_run[1], tmp_path / "none", "--to", "hf", "--config", str(path))
+    cases = {
+        "checkpoint: 3": "can't read: `actor.checkpoint` is not a setting of",
+        "dtype: int8": "can't read: `actor.dtype`: expected one of 'float32', 'bfloat16', got 'int8'.",
+        "{": f"in `{path}`: line ",
+    }
+    for wrong, message in cases.items():
+        path.write_text(text.replace("activation_checkpointing: none", wrong).replace("  dtype: float32\n", "\n", 1))
+        said = refusal(capsys, full_run[1], tmp_path / "none", "--to", "hf", "--config", str(path))
+        assert message in said
+        assert len(said.splitlines()) == 1
 
 
 def test_adapters_are_not_merged_into_another_base(tmp_path, lora_run, capsys):

@@ -60,7 +60,7 @@ def test_config_without_a_value_is_refused(words):
         (["train"], "there is no subcommand `train`. Choose from fit, validate, test, ray, slurm, migrate, doctor"),
         (
             ["--config", "a", "--model.x=\udcff"],
-            r"the word `--model.x=\\udcff` of the command line is no text in UTF-8",
+            r"the word `--model.x=\\udcff` is no text in UTF-8",
         ),
         (["predict"], "`predict` is not offered. Sample with transformers or vLLM from the folder"),
     ],

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml  # type: ignore[import-untyped]
-from jsonargparse import ArgumentParser, get_loader
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from verl_lightning.cli.deprecation import renamed_value
+from verl_lightning.cli.errors import describe, read_failure
+from verl_lightning.cli.preflight.words import read_file
 from verl_lightning.models.classifier import classifier_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import write_digests
@@ -44,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> None:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     try:
         export(options.ckpt_path, options.output, to=options.to, role=options.role, config=options.config, dtype=dtype)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     rank_zero_info(f"Wrote `{options.output}`.")
 
@@ -134,22 +135,26 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
         ValueError: If the file is not a run's, or the run had no such model.
     """
     try:
-        written = renamed_value(get_loader("yaml")(path.read_text()), group="")  # an older version may have
+        written = renamed_value(read_file(path), group="")  # an older version may have
         settings: dict[str, Any] = written["model"]["init_args"]
-    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"`--config {path}` does not hold the settings of a run ({error!r}).") from error
-    critic = settings.get("critic")
-    critic_model = critic.get("model") if critic else None
+        actor, critic = settings["actor"], settings.get("critic")
+        critic_model = critic.get("model") if critic else None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"`--config {path}` does not hold the settings of a run: there is no `model.init_args.actor`."
+        ) from error
     if role == "critic" and critic_model is None:
         raise ValueError("`--role critic`: the run had no critic with a trunk of its own.")
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--model", type=ModelConfig)
-    chosen = settings["actor"] if role == "actor" else critic_model
+    parser.add_argument(f"--{role}", type=ModelConfig)
+    chosen = actor if role == "actor" else critic_model
+    chosen = {"path": chosen} if isinstance(chosen, str) else chosen
     try:
-        config: ModelConfig = parser.instantiate(parser.parse_object({"model": chosen})).model
+        config: ModelConfig = parser.instantiate(parser.parse_object({role: chosen}))[role]
     except argparse.ArgumentError as error:
+        problem = describe(read_failure(str(error)), (), (), "verl-fit fit --model.help PPOModule")
         raise ValueError(
-            f"`--config {path}` has settings of the {role} that this version can't read: {error}"
+            f"`--config {path}` has settings of the {role} that this version can't read: {problem}"
         ) from error
     lora = config.lora and dataclasses.replace(config.lora, adapter_path=None)  # the checkpoint brings the adapter
     is_reward_model = str(written["model"].get("class_path", "")).endswith("RewardModule")
@@ -193,7 +198,8 @@ def load_role(ckpt_path: Path, config: ModelConfig, head: Head, role: Role) -> T
     try:
         model.load_state_dict(with_frozen(model, state))
     except RuntimeError as error:
-        raise ValueError(f"`--ckpt_path {ckpt_path}` does not fit the settings of the run. {error}") from error
+        first = str(error).strip().splitlines()[1].strip()  # after the name of torch's class
+        raise ValueError(f"`--ckpt_path {ckpt_path}` does not fit the settings of the run: {first}") from error
     return model
 
 
