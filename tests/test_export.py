@@ -182,10 +182,11 @@ def test_settings_of_an_older_version_are_read_and_unknown_ones_named(tmp_path, 
     assert (tmp_path / "out" / "model.safetensors").exists()
 
     cases = {
-        "checkpoint: 3": "can't read: `actor.checkpoint` is not a setting of",
+        "checkpoint: 3": "can't read: `actor.checkpoint` is not a setting of `ModelConfig`.",
         "dtype: int8": "can't read: `actor.dtype`: expected one of 'float32', 'bfloat16', got 'int8'.",
         "{": f"in `{path}`: line ",
     }
+    capsys.readouterr()
     for wrong, message in cases.items():
         path.write_text(text.replace("activation_checkpointing: none", wrong).replace("  dtype: float32\n", "\n", 1))
         said = refusal(capsys, full_run[1], tmp_path / "none", "--to", "hf", "--config", str(path))

@@ -126,10 +126,11 @@ def test_a_reference_that_comes_later_is_the_model_that_the_first_run_began_with
     assert train(tiny_folder, prompt_file, tmp_path, steps=3, ckpt_path=second).global_step == 3
 
 
-def test_a_reference_that_cannot_be_compared_is_told(tmp_path, tiny_folder, prompt_file, saved):
+def test_a_reference_that_cannot_be_compared_is_told(tmp_path, tiny_folder, prompt_file, saved, caplog):
     actor = make_model_config(tiny_folder, dtype="bfloat16")
     with pytest.warns(UserWarning, match="does not tell whether .* its run began with in another `dtype`"):
         train(tiny_folder, prompt_file, tmp_path, steps=2, actor=actor, ckpt_path=saved)
+    assert "`model.actor.dtype`: float32 in the checkpoint, bfloat16 now." in caplog.text
 
 
 def test_an_evaluation_asks_for_the_tokenizer_and_not_for_the_reference(tmp_path, tiny_folder, prompt_file, saved):

@@ -152,7 +152,8 @@ def read_role(path: Path, role: Role) -> tuple[ModelConfig, Head]:
     try:
         config: ModelConfig = parser.instantiate(parser.parse_object({role: chosen}))[role]
     except argparse.ArgumentError as error:
-        problem = describe(read_failure(str(error)), (), (), "verl-fit fit --model.help PPOModule")
+        failure = dataclasses.replace(read_failure(str(error)), class_path=ModelConfig.__name__)
+        problem = describe(failure, (), (), "verl-fit fit --model.help PPOModule")
         raise ValueError(
             f"`--config {path}` has settings of the {role} that this version can't read: {problem}"
         ) from error

@@ -17,11 +17,12 @@ SETTINGS_KEY = "told_settings"
 
 
 def training_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
-    """Settings of how models are trained, by the user's keys: of optimizers, and of adapters what no shape shows."""
+    """Settings of how models are trained, by the user's keys: optimizers, types, and of adapters what no shape shows."""
     settings: dict[str, Any] = {}
     for role in roles:
         if role.trainable:
             settings |= {f"{role.key}.optim.{name}": value for name, value in asdict(role.config.optim).items()}
+            settings[f"{role.key}.dtype"] = role.config.dtype
             if (lora := role.config.lora) is not None:
                 settings |= {f"{role.key}.lora.alpha": lora.alpha, f"{role.key}.lora.dropout": lora.dropout}
     return settings
