@@ -17,7 +17,7 @@ SETTINGS_KEY = "told_settings"
 
 
 def training_settings(roles: Iterable[ModelRole]) -> dict[str, Any]:
-    """Settings of how models are trained, by the user's keys: optimizers, types, and of adapters what no shape shows."""
+    """Settings of how models are trained, by the user's keys: optimizers, types, and what no adapter's shape shows."""
     settings: dict[str, Any] = {}
     for role in roles:
         if role.trainable:
