@@ -59,6 +59,17 @@ END = [
     Kill(action="HFCheckpoint on_train_end", how="change", count=6),
     Kill(action="PPOModule.teardown"),
 ]
+ALONE = [*FIRST_SAVE, *PHASES, *WRITES, *BETWEEN, *END]
+OF_RANKS = [kill for kill in PHASES if kill.action not in ("]ref", "]values")]  # they score as the old policy does
+TOGETHER = [FIRST_SAVE[0], *(replace(kill, rank=number % 2) for number, kill in enumerate(OF_RANKS)), *WRITES]
+STRATEGIES = ["ddp", "fsdp", "fsdp in the background"]
+
+
+def test_there_are_as_many_kills_as_promised():
+    """In nine phases under each strategy."""
+    assert len(ALONE) + len(STRATEGIES) * len(TOGETHER) >= 60
+    for kills in (ALONE, TOGETHER):
+        assert len({kill.action for kill in kills if kill.action.startswith("]") or "loader" in kill.action}) >= 9
 
 
 def assert_same_runs(ours: Path, theirs: Path) -> None:
@@ -80,16 +91,14 @@ def prompts(tmp_path_factory) -> Path:
 
 def test_one_process_and_an_engine_beside_it(tmp_path, tiny_folder, prompts):
     runs = Campaign(folder=tmp_path, attempt=train, arguments=("auto", tiny_folder, prompts))
-    assert_same_runs(runs.run("killed", [*FIRST_SAVE, *PHASES, *WRITES, *BETWEEN, *END]), runs.run("whole"))
+    assert_same_runs(runs.run("killed", ALONE), runs.run("whole"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp in the background"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks(tmp_path, tiny_folder, prompts, strategy):
     """In turn one of them dies; the other follows, as torchrun has it."""
-    phases = [kill for kill in PHASES if kill.action not in ("]ref", "]values")]  # they score as the old policy does
-    phases = [replace(kill, rank=number % 2) for number, kill in enumerate(phases)]
     runs = Campaign(folder=tmp_path, attempt=train, arguments=(strategy, tiny_folder, prompts), ranks=[2])
-    assert_same_runs(runs.run("killed", [FIRST_SAVE[0], *phases, *WRITES]), runs.run("whole"))
+    assert_same_runs(runs.run("killed", TOGETHER), runs.run("whole"))
 
 
 def test_verl_fit_and_its_wandb_run(tmp_path, tiny_folder, prompts):
