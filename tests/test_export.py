@@ -181,14 +181,18 @@ def test_settings_of_an_older_version_are_read_and_unknown_ones_named(tmp_path, 
     export(full_run[1], tmp_path / "out", "--to", "hf", "--config", str(path))
     assert (tmp_path / "out" / "model.safetensors").exists()
 
-    cases = {
-        "checkpoint: 3": "can't read: `actor.checkpoint` is not a setting of `ModelConfig`.",
-        "dtype: int8": "can't read: `actor.dtype`: expected one of 'float32', 'bfloat16', got 'int8'.",
-        "{": f"in `{path}`: line ",
-    }
+    cases = [
+        ("dtype: float32", "checkpoint: 3", "can't read: `actor.checkpoint` is not a setting of `ModelConfig`."),
+        (
+            "dtype: float32",
+            "dtype: int8",
+            "can't read: `actor.dtype`: expected one of 'float32', 'bfloat16', got 'int8'.",
+        ),
+        ("dtype: float32", "{", f"in `{path}`: line "),
+    ]
     capsys.readouterr()
-    for wrong, message in cases.items():
-        path.write_text(text.replace("activation_checkpointing: none", wrong).replace("  dtype: float32\n", "\n", 1))
+    for right, wrong, message in cases:
+        path.write_text(text.replace(right, wrong))
         said = refusal(capsys, full_run[1], tmp_path / "none", "--to", "hf", "--config", str(path))
         assert message in said
         assert len(said.splitlines()) == 1

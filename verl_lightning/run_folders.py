@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from verl_lightning.compat.lightning import chosen_version
@@ -49,33 +48,13 @@ class LastCheckpoint:
     """The checkpoint."""
 
     run: Path | None
-    """The folder of the run that wrote it; None where it lies in a ``dirpath`` of the user's."""
+    """The folder of the run that wrote it; None where it lies in a ``dirpath`` and does not tell, or that is gone."""
 
     passed_over: list[Path] = field(default_factory=list)
     """Folders of newer training runs, which have no checkpoint."""
 
-
-def last_checkpoint(trainer: Trainer, run: str | None = None) -> LastCheckpoint | None:
-    """The checkpoint of the newest run that has one, of those that the trainer's `ModelCheckpoint` callbacks write.
-
-    The newest run is the one that began last, by its record; of runs without one it is that of the highest version,
-    where folders are called ``version_N``, or else that with the newest checkpoint. Of a run, it is the newest
-    checkpoint whose name begins with ``last``; where there is none, the newest of all. Callbacks with a ``dirpath``
-    share it with all runs, so that the newest one there counts.
-
-    Args:
-        trainer: Trainer of the run that is to go on.
-        run: Name of the run that is meant; None takes the newest.
-    """
-    found = []
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    for callback in callbacks:
-        checkpoints = [] if callback.dirpath is None else checkpoints_in(Path(callback.dirpath))
-        found += [LastCheckpoint(path=path, run=None) for path in checkpoints]
-    if not callbacks or any(callback.dirpath is None for callback in callbacks):
-        newest = newest_run(trainer, run)
-        found += [] if newest is None else [newest]
-    return max(found, key=lambda each: rank(each.path), default=None)
+    of_others: list[Path] = field(default_factory=list)
+    """Newer checkpoints in a ``dirpath`` that runs in other folders have written."""
 
 
 def newest_run(trainer: Trainer, name: str | None = None) -> LastCheckpoint | None:

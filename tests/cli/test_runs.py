@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,25 @@ def test_last_of_a_chosen_run_is_its_own(run, folder):
     assert run(*CHECKPOINTS, *chosen).trainer.ckpt_path == "runs/version_0/checkpoints/last.ckpt"
     with pytest.raises(MisconfigurationException, match="no run in `runs/` has a `last` checkpoint"):
         run(*CHECKPOINTS, *chosen, "--trainer.logger.version=5")
+
+
+def test_last_leaves_what_other_runs_keep_in_the_same_folder(run, folder, caplog):
+    """A run goes on with its own, in its own folder; one of a folder that is gone may be its own."""
+    saves = [*CHECKPOINTS, "--trainer.callbacks.dirpath=saved", "--trainer.callbacks.save_top_k=-1"]
+    mine = [*saves, "--trainer.default_root_dir=mine", "--ckpt_path=auto"]
+    run(*saves, "--trainer.default_root_dir=theirs", "--trainer.max_steps=3")
+    run(*mine, "--trainer.callbacks.save_last=false")
+
+    with caplog.at_level(logging.INFO):
+        trainer = run(*mine, "--trainer.max_steps=4", "--trainer.callbacks.save_last=false").trainer
+    shutil.rmtree("theirs")
+    moved = run(*mine, "--trainer.max_steps=4").trainer
+
+    assert Path(trainer.ckpt_path).name == "epoch=0-step=2-v1.ckpt"
+    assert "Newer checkpoints there are of other runs: `" in caplog.text
+    (own,) = (folder / "mine").glob("*/metrics.csv")
+    assert [row["step"] for row in read_metrics(own.parent) if row["loss"]] == ["0", "1", "2", "3"]
+    assert Path(moved.ckpt_path).name == "last.ckpt"
 
 
 def test_last_takes_another_checkpoint_where_a_run_has_no_last_one(run):

@@ -20,10 +20,10 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint, HFRollout, SamplesTable
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.config import OptimConfig
+from verl_lightning.modules.last_checkpoint import last_checkpoint
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.run_folders import last_checkpoint
 from verl_lightning.strategies import DDPStrategy, FSDPStrategy
 
 REWARDS = Path(__file__).with_name("kill_rewards.py")

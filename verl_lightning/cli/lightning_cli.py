@@ -36,6 +36,7 @@ from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ending import ending_of
+from verl_lightning.modules.last_checkpoint import last_checkpoint
 from verl_lightning.modules.preemption import Preemption
 from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.needs import (
@@ -48,7 +49,7 @@ from verl_lightning.needs import (
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
-from verl_lightning.run_folders import last_checkpoint, runs_folder, version_of
+from verl_lightning.run_folders import runs_folder, version_of
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 from verl_lightning.trainer_numbers import wrong_numbers
@@ -278,6 +279,8 @@ class CLI(OpenCLI):
         settings.ckpt_path = str(found.path)
         newer = ", ".join(f"`{run}`" for run in found.passed_over)
         note = f" Newer runs have no checkpoint and are passed over: {newer}." if newer else ""
+        others = ", ".join(f"`{path}`" for path in found.of_others)
+        note += f" Newer checkpoints there are of other runs: {others}." if others else ""
         rank_zero_info(f"`--ckpt_path {asked}` is `{found.path}`.{note}")
         begins_run = self._command == "fit" and chosen_version(logger) is None
         if begins_run and found.run is not None and isinstance(logger, ResumableCSVLogger):

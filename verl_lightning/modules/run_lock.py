@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
+from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.processes.folder_lock import FolderInUseError, FolderLock
-from verl_lightning.run_folders import CHECKPOINTS, run_folder
+from verl_lightning.run_folders import CHECKPOINTS, run_folder, shared_run_folder
+from verl_lightning.strategies.checkpoints import NoCheckpointError, read_settings
 
 ADVICE = (
     "Wait for its end, or stop it. To train beside it, leave out what names the folder: `--ckpt_path last`, `--name`, a"
@@ -31,6 +34,7 @@ class LockRunFolders(Callback):
 
     def __init__(self) -> None:
         self._locks: list[FolderLock] = []
+        self._run: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -39,6 +43,11 @@ class LockRunFolders(Callback):
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             raise FolderInUseError(problem)
+        self._run = str(shared_run_folder(trainer).absolute())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._run}
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -66,6 +75,16 @@ class LockRunFolders(Callback):
     def _release(self) -> None:
         while self._locks:
             self._locks.pop().release()
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Reads from a checkpoint the folder of the run that wrote it; None if it does not tell, or can't be read."""
+    try:
+        callbacks = read_settings(checkpoint).get("callbacks", {})
+    except (DamagedFileError, NoCheckpointError):  # told by whoever loads it
+        return None
+    run = callbacks.get(LockRunFolders.__qualname__, {}).get("run")
+    return None if run is None else Path(run)
 
 
 def folders_of(trainer: Trainer, stage: str) -> list[Path]:
