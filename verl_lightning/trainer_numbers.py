@@ -61,6 +61,20 @@ def wrong_numbers(settings: Mapping[str, Any]) -> Iterator[str]:
         yield "`trainer.devices` is 0, but a run needs a device. -1 takes all that there are, `auto` chooses."
 
 
+def nothing_to_train(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a complaint about each number by which a fit would make no step.
+
+    Args:
+        settings: Settings of the Trainer by name, as many as are known.
+    """
+    for name in ("limit_train_batches", "max_steps"):
+        if settings.get(name) == 0:
+            yield (
+                f"`trainer.{name}` is 0, so there is nothing to train on. Raise it; to evaluate alone, run"
+                " `verl-fit validate`."
+            )
+
+
 def is_share(value: float, *, may_be_zero: bool) -> bool:
     """Tells whether a number may count batches or be a share of them.
 

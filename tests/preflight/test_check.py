@@ -151,6 +151,7 @@ MISSING = [
     ("--model.reward.function gsm9k", "The reward `function: gsm9k` is unknown. Did you mean `gsm8k`?"),
     ("--trainer.default_root_dir base.yaml/x", "`trainer.default_root_dir: base.yaml/x` can't be made a folder: `/"),
     ("--seed_everything -3", "`seed_everything` must lie between 0 and 4294967295, got -3."),
+    ("--trainer.limit_train_batches 0", "`trainer.limit_train_batches` is 0, so there is nothing to train on."),
     ("--model.actor.path=", "`model.actor`: no model could be loaded from `path: ` (it is empty)."),
     ("--ckpt_path registry:org/model", "`--ckpt_path registry:org/model`, of Lightning's model registry, needs the pa"),
     ("--ckpt_path registry_of_mine.ckpt", "`--ckpt_path registry_of_mine.ckpt` does not exist."),

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from verl_lightning.models.size import ModelRole
+from verl_lightning.trainer_numbers import nothing_to_train
 
 LARGEST_RATE = 0.1
 """Learning rate above which a warning asks whether it is meant: AdamW moves each weight by about the rate."""
@@ -20,12 +21,9 @@ def check_plan(trainer: Trainer) -> None:
     Raises:
         MisconfigurationException: If there are no steps or no batches.
     """
-    for name in ("limit_train_batches", "max_steps"):
-        if getattr(trainer, name) == 0:
-            raise MisconfigurationException(
-                f"`trainer.{name}` is 0, so there is nothing to train on. Raise it; to evaluate alone, run"
-                " `verl-fit validate`."
-            )
+    numbers = {"limit_train_batches": trainer.limit_train_batches, "max_steps": trainer.max_steps}
+    for complaint in nothing_to_train(numbers):
+        raise MisconfigurationException(complaint)
 
 
 def ask_about_rates(roles: Sequence[ModelRole]) -> None:

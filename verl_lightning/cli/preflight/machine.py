@@ -28,7 +28,7 @@ from verl_lightning.needs import (
 )
 from verl_lightning.rewards.loading import check_exists
 from verl_lightning.run_records import wrong_name
-from verl_lightning.trainer_numbers import LEAST, SHARES, wrong_numbers
+from verl_lightning.trainer_numbers import LEAST, SHARES, nothing_to_train, wrong_numbers
 
 LOGGERS = {
     "WandbLogger": "wandb",
@@ -55,7 +55,10 @@ def about_parts(reading: Reading) -> Iterator[str]:
     """Yields complaints about a missing model, missing data, a bad seed or a number out of its range."""
     if isinstance(seed := reading.get("seed_everything"), int):
         yield from told(wrong_seed(seed))
-    yield from wrong_numbers({name: reading.get(f"trainer.{name}") for name in (*LEAST, *SHARES, "devices")})
+    numbers = {name: reading.get(f"trainer.{name}") for name in (*LEAST, *SHARES, "devices")}
+    yield from wrong_numbers(numbers)
+    if reading.command == "fit":
+        yield from nothing_to_train(numbers)
     if isinstance(name := reading.get("name"), str):
         yield from told(wrong_name(name))
     if "model" not in reading.mentioned:
