@@ -154,7 +154,7 @@ def test_last_leaves_what_other_runs_keep_in_the_same_folder(run, folder, caplog
     """A run goes on with its own, in its own folder; one of a folder that is gone may be its own."""
     saves = [*CHECKPOINTS, "--trainer.callbacks.dirpath=saved", "--trainer.callbacks.save_top_k=-1"]
     mine = [*saves, "--trainer.default_root_dir=mine", "--ckpt_path=auto"]
-    run(*saves, "--trainer.default_root_dir=theirs", "--trainer.max_steps=3")
+    run(*saves, "--trainer.default_root_dir=theirs")
     run(*mine, "--trainer.callbacks.save_last=false")
 
     with caplog.at_level(logging.INFO):
@@ -162,7 +162,7 @@ def test_last_leaves_what_other_runs_keep_in_the_same_folder(run, folder, caplog
     shutil.rmtree("theirs")
     moved = run(*mine, "--trainer.max_steps=4").trainer
 
-    assert Path(trainer.ckpt_path).name == "epoch=0-step=2-v1.ckpt"
+    assert Path(trainer.ckpt_path).name == "epoch=0-step=3-v1.ckpt"
     assert "Newer checkpoints there are of other runs: `" in caplog.text
     (own,) = (folder / "mine").glob("*/metrics.csv")
     assert [row["step"] for row in read_metrics(own.parent) if row["loss"]] == ["0", "1", "2", "3"]
