@@ -82,9 +82,9 @@ def test_another_strategy_starts_from_the_folder(run, tiny_folder, chat_file, tm
 
 def first_weights(config, chats, folder, strategy, ranks):
     """The policy's weights before the first step."""
-    trainer = make_trainer(folder, strategy=STRATEGIES.get(strategy, lambda: strategy)(), devices=ranks, max_steps=0)
-    module = SFTModule(config)
-    trainer.fit(module, datamodule=make_chats(chats))
+    options = {"strategy": STRATEGIES.get(strategy, lambda: strategy)(), "devices": ranks, "limit_val_batches": 1}
+    trainer, module = make_trainer(folder, **options), SFTModule(config)
+    trainer.validate(module, datamodule=make_chats(chats, chats), verbose=False)
     return {name: weight.clone() for name, weight in module.contract.named_weights(module.policy)}
 
 

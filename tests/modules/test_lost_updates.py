@@ -31,8 +31,8 @@ def fit_sft(tmp_path, folder, chats, *, lr, strategy="auto", model=None, **optio
     trainer = make_trainer(tmp_path, strategy=strategy, max_steps=2, **options)
     told = warnings_of(lambda: trainer.fit(module, datamodule=make_chats(chats)))
     before = make_sft(folder, actor=module.policy_config)
-    make_trainer(tmp_path, max_steps=0, **options if strategy == "auto" else {}).fit(
-        before, datamodule=make_chats(chats)
+    make_trainer(tmp_path, limit_val_batches=1, **options if strategy == "auto" else {}).validate(
+        before, datamodule=make_chats(chats, chats), verbose=False
     )
     pairs = [
         (new.full_tensor() if hasattr(new, "full_tensor") else new) != old
