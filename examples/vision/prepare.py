@@ -66,6 +66,7 @@ def write_model(path: Path, *, seed: int = 0, hidden_size: int = 64) -> None:
     processor.save_pretrained(path)
     (path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in MARKS.items()}
+    sections = [hidden_size // parts for parts in (16, 32, 32)]  # time, height and width: half of a head's width
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -78,7 +79,7 @@ def write_model(path: Path, *, seed: int = 0, hidden_size: int = 64) -> None:
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
         },
         vision_config={
             "depth": 2,

@@ -49,11 +49,11 @@ class RecordedCLI(CLI):
 
 
 def shipped_files(strategy: str) -> list[str]:
-    """Paths in the repository of what runs under a strategy; Ray's is run by ``tests/ray``, agents' by their own test.
+    """Paths in the repository of what runs under a strategy; Ray's is run by ``tests/ray``, others by their own tests.
 
     Recipes choose an algorithm, of which strategies know nothing: one strategy runs them.
     """
-    elsewhere = {"ray", "agents"} if strategy == "auto" else {"ray", "agents", "recipes"}
+    elsewhere = {"ray", "agents", "vision"} | (set() if strategy == "auto" else {"recipes"})
     files = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
     return sorted(str(path.relative_to(ROOT)) for path in files if path.parent.name not in elsewhere)
 

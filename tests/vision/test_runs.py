@@ -120,6 +120,8 @@ def test_two_ranks_learn_as_one_whether_or_not_they_have_images(tmp_path, folder
         ({"prompt": "<image><image>", "images": ["0.png"]}, "have 2 places for images .* column holds 1 images"),
         ({"prompt": "<image><|image_pad|>", "images": ["0.png"]}, "2 placeholders `<|image_pad|>` for the 1 images"),
         ({"prompt": "<image>a", "images": ["0.png"], "videos": ["a.mp4"]}, "The column `videos` in row 1"),
+        ({"prompt": "<image>a", "images": ["0.png"], "image": "0.png"}, "There are both `images` and `image` in row 1"),
+        ({"prompt": "<image>a", "images": "[0.png]"}, "Expected a list of images as JSON text in `images` in row 1"),
         ({"prompt": "a", "images": [3]}, "have 0 places for images"),
         ({"prompt": "<image>", "images": [3]}, "Expected the image 1 of 1 in row 1 .* to be a path relative"),
     ],
@@ -196,3 +198,13 @@ def test_the_rows_of_the_documentation_are_the_same_to_the_model(tmp_path, folde
     assert len(prompts) == 3
     assert all(prompt.ids == prompts[0].ids and len(prompt.shown.files) == 1 for prompt in prompts)
     assert {prompt.row.values["images"][0] for prompt in prompts} == {str(tmp_path / "squares" / "1.png")}
+
+
+def test_a_placeholder_without_images_is_told(tmp_path, folder):
+    rows = read_prompt_rows(
+        str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "<image>a", "ground_truth": "1"}])), None
+    )
+
+    with pytest.warns(UserWarning, match=r"`<image>` in messages whose row has no column `images`"):
+        (prompt,) = tokenize_prompts(rows, load_tokenizer(folder), None, image_processor(str(folder)))
+    assert prompt.shown is None

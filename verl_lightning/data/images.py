@@ -13,6 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities import rank_zero_warn
+
 from verl_lightning.data.files import Row
 from verl_lightning.data.messages import IMAGE_MARK, Message, clean_messages
 from verl_lightning.pictures import ImageReader, data_url, decode_image, from_data_url
@@ -61,24 +63,46 @@ class ImageFile:
         return decode_image(self.data)
 
 
+def _listed(row: Row) -> list[Any]:
+    """The images of a row's column: a list, its JSON text, or a single one."""
+    found = [name for name in IMAGE_COLUMNS if row.values.get(name)]
+    if len(found) > 1:
+        raise ValueError(f"There are both `images` and `image` in {row.name}. Put all into `images`.")
+    given: Any = row.values[found[0]] if found else []
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            place = f"`{found[0]}` in {row.name}"
+            raise ValueError(
+                f"Expected a list of images as JSON text in {place}, but can't read it: {error}."
+            ) from error
+    return given if isinstance(given, list) else [given]
+
+
 class RowImages:
     """Images of one row, in the order in which its messages show them.
 
     Args:
         row: Row, whose column ``images`` or ``image`` may hold some, for the placeholders of its messages.
+
+    Raises:
+        ValueError: If the column is damaged, or there are two.
     """
 
     def __init__(self, row: Row) -> None:
         self.row = row
-        given: Any = next((row.values[name] for name in IMAGE_COLUMNS if row.values.get(name)), [])
-        if isinstance(given, str) and given.lstrip().startswith("["):
-            given = json.loads(given)
-        self.column: list[Any] = given if isinstance(given, list) else [given]
+        self.column = _listed(row)
         self._shown: list[Any] = []  # None for the next of the column
 
     def in_text(self, text: str) -> str:
         """Returns a text with a mark in place of each placeholder; without a column it has none."""
         if not self.column:
+            if PLACEHOLDER in text:
+                rank_zero_warn(
+                    f"There is `{PLACEHOLDER}` in messages whose row has no column `images`, so it is a text like any"
+                    " other. If images were meant, name their column by `data.columns: {images: ...}`."
+                )
             return text
         self._shown += [None] * text.count(PLACEHOLDER)
         return text.replace(PLACEHOLDER, IMAGE_MARK)
