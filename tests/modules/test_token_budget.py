@@ -187,7 +187,7 @@ def test_sft_learns_the_same_within_a_budget(ranks, strategy, accumulated, tmp_p
 def test_a_budget_must_hold_the_longest_chat(tmp_path, tiny_folder, chats):
     module = make_sft(tiny_folder, max_tokens_per_micro_batch=30)
     with pytest.raises(
-        ValueError, match=r"`max_tokens_per_micro_batch` \(30\) is less than one chat may have .*, 45\)"
+        ValueError, match=r"`model.max_tokens_per_micro_batch` \(30\) is less than one chat may have .*, 45\)"
     ):
         new_trainer(tmp_path).fit(module, make_chats(chats, max_length=45))
 
@@ -199,7 +199,7 @@ def test_two_sizes_of_a_micro_batch_are_refused():
 
 @pytest.mark.parametrize("make", [UpdateConfig, lambda **options: make_sft("nowhere", **options)])
 def test_an_empty_budget_is_refused(make):
-    with pytest.raises(ValueError, match="`(model.update.)?max_tokens_per_micro_batch` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`model.(update.)?max_tokens_per_micro_batch` must be at least 1, got 0"):
         make(max_tokens_per_micro_batch=0)
 
 

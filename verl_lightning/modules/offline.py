@@ -77,7 +77,9 @@ class OfflineModule(PostTrainingModule):
         super().__init__(actor)
         check_no_rollout(actor.lora, "model.actor.lora")
         if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < 1:
-            raise ValueError(f"`max_tokens_per_micro_batch` must be at least 1, got {max_tokens_per_micro_batch}.")
+            raise ValueError(
+                f"`model.max_tokens_per_micro_batch` must be at least 1, got {max_tokens_per_micro_batch}."
+            )
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.actor: TokenScorer | None = None
         self._unit: Tensor | None = None  # examples of the first batch of the optimizer step at work
@@ -170,7 +172,7 @@ class OfflineModule(PostTrainingModule):
         if budget is not None and longest is not None and rows * longest > budget:
             example = "one chat" if rows == 1 else f"the {rows} sequences of one example"
             raise ValueError(
-                f"`max_tokens_per_micro_batch` ({budget}) is less than {example} may have (`data.max_length`,"
+                f"`model.max_tokens_per_micro_batch` ({budget}) is less than {example} may have (`data.max_length`,"
                 f" {longest}{' each' if rows > 1 else ''}). Raise it, or shorten chats."
             )
 

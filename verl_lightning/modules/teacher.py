@@ -82,8 +82,9 @@ class Teachers:
         heads = [self._head(model) for model in teachers.values()] if is_whole else []
         self.policy.comparison = Comparison(beta=self.config.beta, heads=tuple(heads))
         names = {"teacher_hidden": "hidden"} if is_whole else {f"teacher_{n}": n for n in ("top_ids", "top_log_probs")}
+        told = {name: [getattr(scores, of) for scores in taught] for name, of in names.items()}
         columns: dict[str, Any] = {
-            name: _in_rows([getattr(scores, of) for scores in taught], index) for name, of in names.items()
+            name: _in_rows(parts, index) if self.config.by_source else parts[0] for name, parts in told.items()
         }
         return replace(batch, teacher_index=index, **columns)
 
@@ -114,7 +115,7 @@ class Teachers:
 
     def _part(self, batch: BatchT, is_chosen: Tensor) -> BatchT:
         """The chosen sequences, or a blank one where there are none: all ranks make the same passes."""
-        if len(self._teachers()) == 1 and not self.config.by_source:
+        if not self.config.by_source:
             return batch
         rows = is_chosen.nonzero().squeeze(-1)
         return batch.select(rows) if len(rows) else blank(batch)
@@ -237,14 +238,11 @@ def check_heads(models: Mapping[str, TokenScorer]) -> None:
             )
 
 
-def _in_rows(parts: Sequence[Tensor | None], index: Tensor) -> Tensor:
+def _in_rows(parts: Sequence[Tensor], index: Tensor) -> Tensor:
     """Puts each teacher's part in the rows of its sequences."""
-    known = [part for part in parts if part is not None]
-    if len(known) == 1 and len(known[0]) == len(index) and bool((index == 0).all()):
-        return known[0]
-    widths = [max(part.shape[axis] for part in known) for axis in (1, 2)]
-    joined = known[0].new_zeros(len(index), *widths)
-    for position, part in enumerate(known):
+    widths = [max(part.shape[axis] for part in parts) for axis in (1, 2)]
+    joined = parts[0].new_zeros(len(index), *widths)
+    for position, part in enumerate(parts):
         rows = (index == position).nonzero().squeeze(-1)
         padded = F.pad(part, (0, widths[1] - part.shape[2], 0, widths[0] - part.shape[1]))
         joined[rows] = padded[: len(rows)].to(joined.dtype)
