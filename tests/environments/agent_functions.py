@@ -124,3 +124,16 @@ async def silent(client, row):
 async def wordy(client, row):
     await ask(client, [{"role": "user", "content": "1"}])
     return "good"
+
+
+async def two_turns(client, row):
+    """A conversation about the row's prompt, of a second turn where there is room for it; short answers are good."""
+    import openai
+
+    messages = list(row["prompt"])
+    answer = await ask(client, messages, max_tokens=6)
+    try:
+        again = await ask(client, [*messages, answer, {"role": "user", "content": "1"}], max_tokens=6)
+    except openai.BadRequestError:
+        return float(len(answer.content))
+    return float(len(answer.content) + len(again.content))

@@ -7,6 +7,7 @@ import pytest
 from tests.data.published import tokenizer_for
 from tests.environments.agent_functions import agent, silent
 from tests.environments.worlds import END, say_seven
+from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
 from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
@@ -111,6 +112,19 @@ def test_agents_that_fail_are_named_and_cost_no_other():
     assert errors[4] == ""
     with pytest.raises(RunError, match=r"`agent` \(prompt 0, sample 0\): the agent raised KeyError"):
         parts(AGENT, "failing")
+
+
+def test_a_run_learns_from_an_agent(tmp_path, tiny_folder, prompt_file):
+    recorder = Recorder()
+    rollout = make_rollout(max_new_tokens=40, environment={"agent": "tests.environments.agent_functions.two_turns"})
+
+    module = make_ppo(tiny_folder, reward="environment")
+    make_trainer(tmp_path, rollout, recorder).fit(module, make_prompts(prompt_file))
+
+    assert len(recorder.steps) == 3
+    assert min(recorder.column("actor/grad_norm")) > 0
+    assert recorder.column("rollout_corr/abs_log_prob_gap")[0] < 1e-4
+    assert recorder.column("critic/score/mean") == pytest.approx(recorder.column("env/two_turns/reward"))
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_an_episode():
