@@ -99,8 +99,10 @@ class HFRollout(RolloutCallback):
         del device_bytes
         if not isinstance(self._engine, HFEngine):
             return EngineMemory()
-        weights = self._engine.weight_bytes
-        return EngineMemory(sampling=weights + self._engine.cache_bytes(*self._most), learning=weights)
+        weights, (sequences, tokens) = self._engine.weight_bytes, self._most
+        # Ahead, it samples while the policy learns, and several batches at once where the longest take several steps.
+        sampling = weights + self._engine.cache_bytes(sequences * max(1, self.max_staleness), tokens)
+        return EngineMemory(sampling=sampling, learning=sampling if self.max_staleness else weights)
 
     @override
     def make_engine(self, module: PostTrainingModule) -> HFEngine:

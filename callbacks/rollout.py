@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.canary import Canary
 from verl_lightning.callbacks.placement import Placement
-from verl_lightning.callbacks.replacements import Replacements
+from verl_lightning.callbacks.replacements import Replacements, sum_over_ranks
 from verl_lightning.callbacks.rollout_checks import (
     check_adapters,
     check_age,
@@ -422,9 +422,15 @@ class RolloutCallback(Callback):
             with module.phase("update_weights"):
                 self._attempt(module, lambda: self._send_weights(module))
             self._weights_step = module.trainer.global_step
-            if self._canary is not None:
+            if self._canary is not None and self._is_idle(module):
                 with module.phase("canary"):
                     self._check_canary(module, batch, self._canary)
+
+    def _is_idle(self, module: PostTrainingModule) -> bool:
+        """Tell whether no rank waits for responses, behind which a canary would have to wait. Collective."""
+        if self.in_flight == "finish" or self._queue is None:
+            return True
+        return sum_over_ranks(module, int(self._queue.is_busy)) == 0
 
     def _check_canary(self, module: PostTrainingModule, batch: PromptBatch, canary: Canary) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
@@ -432,9 +438,8 @@ class RolloutCallback(Callback):
         assert engine is not None
         requests = canary.requests(module.trainer, batch, self.sampling)
         rollout = self._answer(module, requests, requests[0].sampling)
-        if self.in_flight == "finish":  # others must find the cache as if there were no canary
-            with self._alone(module):
-                self._attempt(module, engine.drop_caches)
+        with self._alone(module):
+            self._attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
         canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
 
     def _difference(self, module: PostTrainingModule, engine: Engine) -> str:

@@ -89,6 +89,11 @@ class RolloutQueue:
         self.has_new_engine = False
         """True if an engine has taken a dead one's place since the last `settle`, which is thus known of."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True if responses are on their way."""
+        return any(not answer.done() for answer in answers_of(self.tickets))
+
     def begin_version(self, version: int, step: int) -> None:
         """Note when the engine gets new weights.
 

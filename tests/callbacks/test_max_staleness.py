@@ -6,7 +6,7 @@ import warnings
 from functools import partial
 
 import pytest
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.processes import on_ranks
@@ -117,3 +117,25 @@ def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):
 
     assert any("to other training rows" in str(warning.message) for warning in warned)
     assert recorder.column("rollout/staleness/max") == [0.0, 1.0]
+
+
+class MemoryWitness(Callback):
+    """Asks a rollout for its engine's memory when training starts."""
+
+    def on_train_start(self, trainer, pl_module):
+        (rollout,) = (callback for callback in trainer.callbacks if isinstance(callback, HFRollout))
+        self.found = rollout.engine_memory(0)
+
+
+def test_the_plan_counts_a_cache_that_stays_while_the_policy_learns(experiment, tmp_path):
+    found = []
+    for max_staleness in (0, 2):
+        witness = MemoryWitness()
+        trainer = make_trainer(tmp_path, make_rollout(max_staleness), witness, max_steps=1)
+        trainer.fit(experiment.make_module(), experiment.make_data())
+        found.append(witness.found)
+
+    synchronous, ahead = found
+    cache = synchronous.sampling - synchronous.learning
+    assert cache > 0
+    assert ahead.sampling == ahead.learning == synchronous.learning + 2 * cache
