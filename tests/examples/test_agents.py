@@ -11,7 +11,7 @@ from tests.tiny import ROOT, load_script
 from verl_lightning.cli.lightning_cli import CLI
 
 EXAMPLES = ROOT / "examples" / "agents"
-QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.logger false"
+QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false"
 
 
 class RecordedCLI(CLI):
