@@ -319,9 +319,11 @@ class SamplingModule(PostTrainingModule):
 
         Returns:
             Listener to tell of each response as soon as it is finished; None where they are scored all at once: where
-            ranks share the data, or rewards come from Ray.
+            ranks share the data, or rewards come from Ray; or where no function gives any.
         """
-        return None if self.contract.model_parallel_size > 1 else self.judge.begin(batch.rows, num_samples)
+        if self.reward_config is None or self.contract.model_parallel_size > 1:
+            return None
+        return self.judge.begin(batch.rows, num_samples)
 
     def judged(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> RewardResult:
         """Scores responses with the reward function, once for all ranks that see the same data. Collective."""
