@@ -21,10 +21,10 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout
 from verl_lightning.loggers import ResumableCSVLogger
+from verl_lightning.modules.last_checkpoint import last_checkpoint
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
-from verl_lightning.run_folders import last_checkpoint
 from verl_lightning.strategies import FSDPStrategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
