@@ -117,8 +117,8 @@ def test_a_resumed_run_measures_the_same(tmp_path, tiny_folder):
 
 def test_all_ranks_ask_the_prompts_of_the_first():
     told = [[5, 6], [7]]
-    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: told))
-    batch = SimpleNamespace(prompts=lambda: [[9], [8, 9]])
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: (told, None)))
+    batch = SimpleNamespace(prompts=lambda: [[9], [8, 9]], images=None)
 
     requests = Canary(None).requests(trainer, batch, SamplingConfig(num_samples=4, max_new_tokens=99))
 
