@@ -22,13 +22,13 @@ class RecordedCLI(CLI):
         self.trainer.callbacks.append(self.recorder)
 
 
-def learn(seed):
+def learn(seed, num_steps):
     """The steps of the example's reinforcement learning, in the present folder."""
     Path("examples").symlink_to(ROOT / "examples")
     load_script(EXAMPLES / "prepare.py").prepare(Path("runs/agents"), seed=seed)
     words = ["--seed_everything", str(seed), *QUIET.split()]
     RecordedCLI(["fit", "--config", str(EXAMPLES / "sft.yaml"), *words])
-    few = ["--trainer.max_steps", "25", "--trainer.limit_val_batches", "0"]
+    few = ["--trainer.max_steps", str(num_steps), "--trainer.limit_val_batches", "0"]
     return RecordedCLI(["fit", "--config", str(EXAMPLES / "grpo.yaml"), *words, *few]).recorder.steps
 
 
@@ -37,11 +37,13 @@ def mean(steps, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2))])
-def test_a_tiny_model_learns_to_ask_a_calculator(seed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("seed", "num_steps"), [(0, 25), *(pytest.param(seed, 40, marks=pytest.mark.seeds) for seed in (1, 2))]
+)
+def test_a_tiny_model_learns_to_ask_a_calculator(seed, num_steps, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    steps = learn(seed)
+    steps = learn(seed, num_steps)
 
     assert steps[0]["env/calculator/called"] < 0.2
     assert mean(steps[-5:], "env/calculator/called") > 0.8
