@@ -282,14 +282,6 @@ def taught_beside_rewards(bench: Bench) -> Results:
     return bench.fit(bench.ppo(actor=bench.model(packing="always"), teacher=teacher, update=update))
 
 
-def taught_by_an_older_policy(bench: Bench) -> Results:
-    """The policy of two iterations before, with adapters, of which the teacher lists a few tokens."""
-    teacher = TeacherConfig(update_every=2, top_k=5)
-    return bench.fit(
-        bench.ppo(actor=bench.model(lora=LoraConfig(rank=4)), teacher=teacher, advantage=None, reward=None)
-    )
-
-
 def one_rank_without_rewards(bench: Bench) -> Results:
     """Every other row has no reward: all rows of rank 0 if there are two."""
     return bench.fit(bench.ppo(reward=make_reward("fails_on_even_rows", max_error_share=1.0)))
@@ -406,7 +398,6 @@ SCENARIOS: dict[str, Callable[[Bench], Results]] = {
         kto_with_adapters,
         reward_model,
         taught_beside_rewards,
-        taught_by_an_older_policy,
         one_rank_without_rewards,
         one_rank_without_rewards_for_its_critic,
         nothing_to_train_on,
