@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from tests.environments.worlds import END, Blocking, Counting, Sleeping, Unruly, play, say_seven
@@ -13,6 +14,7 @@ from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trai
 from tests.tiny import tiny_tokenizer
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.faults import RunError
+from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.rollout.base import Completion
 from verl_lightning.rollout.completions import pack_completions, unpack_completions
 
@@ -104,8 +106,9 @@ def test_as_many_episodes_are_open_as_are_allowed(world):
     ],
 )
 def test_an_environment_that_fails_is_named(fault, message):
+    limit = 0.05 if fault in ("sleeps", "hangs") else 60.0
     with pytest.raises(RunError, match=r"1 of 1 episodes .* `rollout.episodes.max_error_share: 0.1` .*" + message):
-        play(Unruly, [{"fault": fault}], timeout=0.05)
+        play(Unruly, [{"fault": fault}], timeout=limit)
 
 
 def test_a_failed_episode_costs_no_other():
@@ -130,6 +133,14 @@ def test_a_run_learns_from_an_environments_rewards(tmp_path, tiny_folder, prompt
     assert recorder.column("rollout_corr/abs_log_prob_gap")[0] < 1e-4
     assert recorder.column("critic/score/mean") == pytest.approx(recorder.column("env/Counting/reward"))
     assert recorder.column("env/Counting/episodes") == [16.0] * 3
+
+
+def test_rewards_of_environments_are_not_dropped(tmp_path, tiny_folder, prompt_file):
+    module = make_ppo(tiny_folder, reward=None, advantage=None, teacher=TeacherConfig(path=str(tiny_folder)))
+    trainer = make_trainer(tmp_path, make_rollout(environment=Counting))
+
+    with pytest.raises(MisconfigurationException, match="`model.reward: null` would drop what `rollout.environment`"):
+        trainer.fit(module, make_prompts(prompt_file))
 
 
 def test_episodes_are_played_ahead_and_a_checkpoint_holds_them(tmp_path, tiny_folder, prompt_file):

@@ -16,6 +16,7 @@ from transformers import (
     Idefics3ImageProcessorPil,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     SmolVLMConfig,
@@ -23,12 +24,19 @@ from transformers import (
 
 from tests.tiny import quickstart
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3"]
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 TOKENS += ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 PLACEHOLDERS = {"qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>"}
-PLACEHOLDERS |= {"qwen3_vl": PLACEHOLDERS["qwen2_5_vl"], "smolvlm": "<image>", "idefics3": "<image>"}
+PLACEHOLDERS |= dict.fromkeys(("qwen2_vl", "qwen3_vl"), PLACEHOLDERS["qwen2_5_vl"])
+PLACEHOLDERS |= {"smolvlm": "<image>", "idefics3": "<image>"}
+
+QWEN_PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
 
 TEMPLATE = """{% for message in messages %}<|{{ message['role'] }}|>\
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -63,11 +71,11 @@ def write_processor(path: Path, family: str) -> PreTrainedTokenizerFast:
     """
     tokenizer = vision_tokenizer(family)
     tokenizer.save_pretrained(path)
-    if family in ("qwen2_5_vl", "qwen3_vl"):
+    if family in QWEN_PROCESSORS:
         images = Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         )
-        settings = {"processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor"}
+        settings = {"processor_class": QWEN_PROCESSORS[family]}
     elif family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         settings = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
@@ -86,13 +94,16 @@ def vision_config(family: str, tokenizer: PreTrainedTokenizerFast, *, wide: bool
     ids = tokenizer.convert_tokens_to_ids
     text = TEXT | ({"hidden_size": 128, "head_dim": 32} if wide else {}) | {"vocab_size": len(tokenizer)}
     text |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    if family in ("qwen2_5_vl", "qwen3_vl"):
+    if family in QWEN_PROCESSORS:
         vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4}
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": text["hidden_size"]}
         names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
         names |= {"vision_end": "<|vision_end|>"}
         common = {f"{name}_token_id": ids(token) for name, token in names.items()} | {"tie_word_embeddings": False}
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        if family == "qwen2_vl":
+            vision |= {"embed_dim": 16, "hidden_size": vision.pop("out_hidden_size"), "mlp_ratio": 2}
+            return Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, **common)
         if family == "qwen2_5_vl":
             vision |= {"fullatt_block_indexes": [1], "window_size": 16, "tokens_per_second": 2}
             return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, **common)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -167,7 +168,12 @@ async def _ends(call: Future[Any], timeout: float) -> bool:
     """Waits until a call has ended, and tells whether it has."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    call.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+
+    def tell(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # a late call may end after the loop of its batch
+            loop.call_soon_threadsafe(ended.set)
+
+    call.add_done_callback(tell)
     try:
         await asyncio.wait_for(ended.wait(), timeout)
     except TimeoutError:

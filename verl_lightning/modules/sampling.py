@@ -216,6 +216,11 @@ class SamplingModule(PostTrainingModule):
                 f"`model.reward: {OF_ENVIRONMENTS}` leaves rewards to environments, but there is none. Set"
                 " `rollout.environment`, or name another reward function."
             )
+        if self.reward_config is None and getattr(source, "environment", None) is not None:
+            raise MisconfigurationException(
+                f"`model.reward: null` would drop what `rollout.environment` gives. Set `model.reward:"
+                f" {OF_ENVIRONMENTS}`, or take the environment out."
+            )
         if stage == "predict" or self.reward_config is None:  # whose rows may lack what rewards need
             return
         self._judge = Judge(self.reward_config, self.tokenizer)
