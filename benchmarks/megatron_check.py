@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typing_extensions import override
 from watched import Case, Diary, run_cases
 
+from verl_lightning.models.build import build_skeleton
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.pretrained import read_config
-from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import RowLength, TokenBatch

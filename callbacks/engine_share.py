@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from verl_lightning.models.scorer import build_skeleton
+from verl_lightning.models.build import build_skeleton
 from verl_lightning.models.size import model_size
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.telemetry.memory_plan import MemoryPlan, amount, memory_plan

@@ -25,10 +25,11 @@ from typing_extensions import override
 from verl_lightning.compat.lightning import start_method
 from verl_lightning.compat.torch import forget_gradient_scale, set_gradient_scale
 from verl_lightning.metrics import Metric
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig, OptimConfig
 from verl_lightning.models.lora import adapter_weights
 from verl_lightning.models.router_replay import RouterReplay
-from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
+from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.ranges import named_range

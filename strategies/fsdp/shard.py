@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_lightning.faults import RunError
-from verl_lightning.models.scorer import check_none_missing
+from verl_lightning.models.build import check_none_missing
 
 
 def shard(

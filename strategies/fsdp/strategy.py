@@ -23,9 +23,10 @@ from verl_lightning.compat.torch import LocalAdamW
 from verl_lightning.faults import RunError
 from verl_lightning.metrics import Metric
 from verl_lightning.models.blocks import language_blocks
+from verl_lightning.models.build import build_skeleton
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.router_replay import RouterReplay
-from verl_lightning.models.scorer import Head, TokenScorer, build_skeleton
+from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import Compute, ModelSize
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.weights import as_type, merged_weights, whole

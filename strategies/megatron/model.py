@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from verl_lightning.compat.megatron import fuse_weight_gradients
 from verl_lightning.faults import is_meant_for_user, is_of_collective
+from verl_lightning.models.build import build_skeleton, read_value_head
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line
-from verl_lightning.models.scorer import Head, build_skeleton, read_value_head
+from verl_lightning.models.scorer import Head
 from verl_lightning.models.weights import base_name, is_adapter_name
 from verl_lightning.strategies.megatron.checkpoint import load_adapter_folder
 from verl_lightning.strategies.megatron.config import DataParallelConfig

@@ -21,8 +21,9 @@ from tests.tiny import tiny_model, tiny_tokenizer, write_tiny_folder
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.cli.export import export
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig, ModelConfig
-from verl_lightning.models.scorer import TokenScorer, build_scorer
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.streaming import build_hollow, stream_scorer
 from verl_lightning.modules import PPOModule
 from verl_lightning.modules.ppo_config import CriticConfig

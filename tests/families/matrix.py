@@ -32,10 +32,10 @@ from tests.strategies.megatron.cpu import pretend_cuda
 from tests.tiny import tiny_tokenizer, write_chat_file, write_prompt_file
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.faults import is_meant_for_user
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
 from verl_lightning.models.library_errors import LIBRARY_ERRORS
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.strategies import STRATEGIES

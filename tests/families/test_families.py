@@ -13,11 +13,11 @@ from tests.models.packed_models import make_batch
 from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts
 from verl_lightning.compat.transformers import attention_of
+from verl_lightning.models.build import build_scorer, make_backbone
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.hf_folder import write_model
 from verl_lightning.models.lora import describe_trainable
 from verl_lightning.models.pretrained import read_config
-from verl_lightning.models.scorer import build_scorer, make_backbone
 from verl_lightning.models.size import model_size
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig

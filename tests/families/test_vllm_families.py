@@ -10,9 +10,9 @@ from tests.families.family_parts import gap_of, transformers_log_probs
 from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine
 from verl_lightning.faults import RunError
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig
 

@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from tests.runs import make_model_config
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.types import TokenBatch
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.runs import make_model_config
 from tests.strategies.tampering import flip, flips
 from verl_lightning.models import digests
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.digests import (
     DIGESTS_FILE,
@@ -24,7 +25,6 @@ from verl_lightning.models.digests import (
     write_digests,
 )
 from verl_lightning.models.lora import adapter_weights, write_adapter
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 

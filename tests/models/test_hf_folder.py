@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.processes import start
 from verl_lightning.models import hf_folder
+from verl_lightning.models.build import build_skeleton
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import (
     ShardWriter,
@@ -25,7 +26,6 @@ from verl_lightning.models.hf_folder import (
     write_model,
 )
 from verl_lightning.models.pretrained import read_generation_config
-from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.weights import merged_weights
 
 

@@ -18,11 +18,11 @@ from tests.processes import start
 from tests.runs import make_model_config
 from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.hf_folder import atomic_folder
 from verl_lightning.models.lora import adapter_weights, describe_trainable, peft_config, write_adapter
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.modules import SFTModule
 from verl_lightning.modules.ppo_config import CriticConfig

@@ -14,8 +14,9 @@ from tests.models.packed_models import SHAPE, SLIDING, learn, make_backbone, mak
 from tests.runs import make_model_config
 from tests.tolerances import assert_near
 from verl_lightning.models.attention import PACKS_BY_DEFAULT, VARLEN, block_diagonal_mask, varlen_attention
+from verl_lightning.models.build import build_scorer, decide_packing, make_value_head
 from verl_lightning.models.packing import pack
-from verl_lightning.models.scorer import TokenScorer, build_scorer, decide_packing, make_value_head
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.types import RowLength, TokenBatch
 
 

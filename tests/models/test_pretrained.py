@@ -17,9 +17,9 @@ from tests.rollout.vllm_parts import make_vllm_engine
 from tests.runs import make_model_config
 from tests.strategies.tampering import Command
 from tests.tiny import ROOT
+from verl_lightning.models.build import build_scorer, build_skeleton
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_generation_config, read_tokenizer
-from verl_lightning.models.scorer import build_scorer, build_skeleton
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
 

@@ -14,9 +14,9 @@ from tests.models.packed_models import make_batch
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
 from verl_lightning.compat.transformers import top_k_routers
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.router_replay import RouterReplay
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.modules.micro_batches import split_micro_batches
 from verl_lightning.modules.ppo_config import UpdateConfig
 from verl_lightning.strategies import FSDPStrategy

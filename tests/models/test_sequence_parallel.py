@@ -15,7 +15,8 @@ from tests.processes import on_ranks
 from tests.tolerances import assert_near
 from verl_lightning.functional.linear_log_probs import linear_log_probs
 from verl_lightning.models.attention import VARLEN
-from verl_lightning.models.scorer import TokenScorer, make_value_head
+from verl_lightning.models.build import make_value_head
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.sequence_parallel import SequencePart
 from verl_lightning.types import TokenBatch
 

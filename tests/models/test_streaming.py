@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from tests.runs import make_model_config
 from verl_lightning.models import weight_files
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.lora import adapter_weights, write_adapter
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.streaming import stream_scorer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

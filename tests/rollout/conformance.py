@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.rollout.asking import Prompts, sample
 from tests.rollout.vllm_parts import PAD, make_prompts, weights_of
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout.background import Background
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, to_rollout, wait_for

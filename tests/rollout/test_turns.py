@@ -13,8 +13,8 @@ from tests.runs import Recorder, make_ppo, make_rollout, make_trainer
 from tests.runs import make_prompts as make_prompt_data
 from tests.tiny import tiny_tokenizer
 from tests.tolerances import assert_near
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.turns import Environment, TurnsConfig

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine, weights_of, write_sharp_folder
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.lora import adapter_weights
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights
 from verl_lightning.rollout.base import SamplingConfig
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.callbacks.saved_runs import LORA, RANKS, save_run
 from tests.rollout.vllm_parts import write_sharp_folder
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.models.weights import merged_weights, value_head_weights
 from verl_lightning.rollout.vllm import CPU_CACHE_BYTES, import_vllm
 

@@ -12,8 +12,8 @@ from tests.rollout.asking import sample
 from tests.rollout.vllm_parts import make_prompts, make_vllm_engine
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl_lightning.compat import vllm as compat
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.vllm_config import SpeculationConfig
 

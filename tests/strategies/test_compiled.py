@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from tests.runs import make_model_config
 from tests.tolerances import assert_near, needs_compiler
-from verl_lightning.models.scorer import build_scorer
+from verl_lightning.models.build import build_scorer
 from verl_lightning.strategies.compiled import compile_block, is_ragged
 from verl_lightning.types import TokenBatch
 

@@ -165,7 +165,7 @@ def sum_of_log_probs(scores: Any, batch: TokenBatch) -> tuple[Tensor, dict[str, 
 
 
 def test_ranks_with_unequal_micro_batches_wait_for_one_another(tiny_folder, tmp_path):
-    from verl_lightning.models.scorer import build_scorer
+    from verl_lightning.models.build import build_scorer
 
     (first, norm), (second, other_norm) = on_ranks(2, uneven, tiny_folder, tmp_path)
 

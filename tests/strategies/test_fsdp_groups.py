@@ -14,7 +14,8 @@ from tests.models.packed_models import make_backbone
 from tests.processes import on_ranks
 from tests.runs import make_model_config, make_sft, make_trainer
 from verl_lightning.models.attention import VARLEN
-from verl_lightning.models.scorer import TokenScorer, decide_packing
+from verl_lightning.models.build import decide_packing
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.strategies import FSDPStrategy
 from verl_lightning.strategies.fsdp.groups import check_shares, packed_attention
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.runs import make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.algorithms.advantages.gae import GAE
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.models.scorer import TokenScorer, build_scorer
+from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import Compute, ModelSize, model_size
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.runs import Recorder, make_chats, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.callbacks import ProfilerCallback
 from verl_lightning.metrics import MetricTable
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_scorer
 from verl_lightning.telemetry.phases import PhaseClock, span_metrics
 from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, mfu, mfu_notice, scoring_work, training_work
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForImageTextToText
 
 from tests.vision.tiny_vision import FAMILIES, squares, write_vision_folder
 from verl_lightning.compat.transformers import attention_of
+from verl_lightning.models.build import build_scorer, make_backbone
 from verl_lightning.models.config import LoraConfig, ModelConfig
 from verl_lightning.models.processor import image_processor
-from verl_lightning.models.scorer import build_scorer, make_backbone
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.types import TokenBatch
 

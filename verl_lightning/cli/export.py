@@ -16,6 +16,7 @@ from torch import Tensor
 from verl_lightning.cli.deprecation import renamed_value
 from verl_lightning.cli.errors import describe, read_failure
 from verl_lightning.cli.preflight.words import read_file
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.classifier import classifier_of
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.digests import write_digests
@@ -24,7 +25,7 @@ from verl_lightning.models.hf_folder import atomic_folder, write_model, write_va
 from verl_lightning.models.lora import adapter_weights, write_adapter
 from verl_lightning.models.pretrained import copy_processor
 from verl_lightning.models.processor import image_processor
-from verl_lightning.models.scorer import Head, TokenScorer, build_scorer
+from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
 from verl_lightning.modules.base import BASES_KEY

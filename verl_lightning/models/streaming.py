@@ -10,19 +10,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
+from verl_lightning.models.build import assemble, make_backbone, make_value_head, read_value_head
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.fingerprint import fingerprint_of, sample
 from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.lora import check_base
 from verl_lightning.models.pretrained import check_weights
-from verl_lightning.models.scorer import (
-    Head,
-    TokenScorer,
-    assemble,
-    make_backbone,
-    make_value_head,
-    read_value_head,
-)
+from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.weight_files import stream_weights, weight_files
 from verl_lightning.models.weights import base_name
 

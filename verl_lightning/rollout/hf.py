@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from verl_lightning.compat.transformers import causal_model_class
 from verl_lightning.faults import InternalValueError
 from verl_lightning.models.blocks import attention_heads
+from verl_lightning.models.build import load_backbone
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import load_backbone
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.running_batch import Row, RunningBatch
 from verl_lightning.rollout.stepping import Recipe, SteppingEngine

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Trainer
 from rich.table import Table
 
+from verl_lightning.models.build import build_skeleton
 from verl_lightning.models.config import ModelConfig
-from verl_lightning.models.scorer import build_skeleton
 from verl_lightning.models.size import ModelRole, ModelSize, model_size
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.strategies.memory import ModelMemory

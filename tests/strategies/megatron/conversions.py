@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from tests.families.catalog import write_folder
 from tests.strategies.megatron.cpu import pretend_cuda
+from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import stored_weights
-from verl_lightning.models.scorer import Head, build_scorer
+from verl_lightning.models.scorer import Head
 from verl_lightning.strategies import MegatronStrategy
 from verl_lightning.strategies.megatron.checkpoint import save_folder
 from verl_lightning.strategies.megatron.config import ParallelSizes
