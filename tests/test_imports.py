@@ -152,7 +152,13 @@ TREES = {file: ast.parse(file.read_text()) for file in FILES}
 
 
 def is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name.isidentifier()
+    return (
+        isinstance(name, str)
+        and name.startswith("_")
+        and name != "_"
+        and not name.startswith("__")
+        and name.isidentifier()
+    )
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

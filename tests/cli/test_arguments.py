@@ -57,7 +57,7 @@ def test_config_without_a_value_is_refused(words):
     [
         (["base.yaml"], "say that `base.yaml` is a configuration: `--config base.yaml`"),
         (["fit", "grpo", "--a"], "say that `grpo` is a configuration: `--config grpo`"),
-        (["train"], "there is no subcommand `train`. Choose from fit, validate, test, ray, slurm, migrate, doctor"),
+        (["train"], "there is no subcommand `train`. Choose from fit, validate, test, ray, slurm, kubernetes, migrate"),
         (
             ["--config", "a", "--model.x=\udcff"],
             r"the word `--model.x=\\udcff` is no text in UTF-8",

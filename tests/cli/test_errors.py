@@ -47,9 +47,9 @@ FLAGS = [
     ("--trainer.max_steps", "`--trainer.max_steps` needs a value."),
     ("--model.optim.lr --trainer.max_steps 3", "`--model.optim.lr` needs a value."),
     ("--data ToyModule", "`data`: there is no class `ToyModule` to choose here. Did you mean `ChatDataModule`?"),
-    ("--trainer.devices 0", "`trainer.devices`: `Trainer(devices='0')` value is not a valid input"),
-    ("--trainer.max_steps -5", "`trainer.max_steps`: `max_steps` must be a non-negative integer or -1"),
-    ("--trainer.max_time soon", "`trainer`: `Timer(duration='soon')` is not a valid duration."),
+    ("--trainer.devices 0", "`trainer.devices` is 0, but a run needs a device."),
+    ("--trainer.max_steps -5", "`trainer.max_steps` must be at least -1, got -5."),
+    ("--trainer.max_time soon", "`trainer.max_time`: `Timer(duration='soon')` is not a valid duration."),
     ("--strategy dpp", "`trainer.strategy` has no choice 'dpp'. Did you mean `ddp`?"),
     ("--strategy megatron_lm", "`trainer.strategy` has no choice 'megatron_lm'. Did you mean `megatron`?"),
     (

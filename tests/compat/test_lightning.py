@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from verl_lightning.compat import lightning as compat
-from verl_lightning.compat.lightning_checkpoint import has_saved_last, saves_by_time
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -106,34 +105,6 @@ def test_averages_are_reached():
     assert averaging._average_model is compat.average_of(averaging) is None
     assert averaging._latest_update_step == 0
     assert parameters_of(averaging._swap_models) == ["pl_module"]
-
-
-def test_checkpoint_callbacks_save_and_remove_by_these_methods(tmp_path):
-    signatures = {
-        "_save_checkpoint": ["self", "trainer", "filepath"],
-        "_save_topk_checkpoint": ["self", "trainer", "monitor_candidates"],
-        "_remove_checkpoint": ["self", "trainer", "filepath"],
-        "_find_last_checkpoints": ["self", "trainer"],
-        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
-        "_monitor_candidates": ["self", "trainer"],
-    }
-    for name, parameters in signatures.items():
-        assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
-    assert {"_last_global_step_saved", "_last_checkpoint_saved"} <= vars(ModelCheckpoint()).keys()
-    assert not saves_by_time(ModelCheckpoint())
-    assert not has_saved_last(ModelCheckpoint(), 0)
-
-
-def test_saves_by_the_clock_take_these_steps():
-    signatures = {
-        "_monitor_candidates": ["self", "trainer"],
-        "_should_skip_saving_checkpoint": ["self", "trainer"],
-        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
-    }
-    for name, parameters in signatures.items():
-        assert parameters_of(getattr(ModelCheckpoint, name)) == parameters
-    names = {"_train_time_interval", "_last_time_checked", "_defer_save_until_validation"}
-    assert names <= vars(ModelCheckpoint()).keys()
 
 
 def test_a_compiled_module_is_known():

@@ -91,7 +91,7 @@ def test_bad_options_are_refused(words, message):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts a Ray cluster")
 def test_over_asking_is_refused_before_anything_is_started(cluster_address, tmp_path):
-    (tmp_path / "ppo.yaml").touch()
+    (tmp_path / "ppo.yaml").write_text("trainer: {max_steps: 10}")
     words = [*ray_words(cluster_address), "--rollout", "RayRollout", "--rollout.num_replicas=5"]
 
     with start(tmp_path / "run", *words) as process:

@@ -290,7 +290,7 @@ def test_calls_in_the_wrong_order_are_refused(make_sample, start_pool):
         ({"timeout": 0.0}, "`timeout` must be a positive number of seconds, got 0"),
         ({"timeout": float("inf")}, "`timeout` must be a positive number of seconds, got inf"),
         ({"max_error_share": 1.5}, "`max_error_share` must be between 0 and 1, got 1.5"),
-        ({"max_error_share": float("nan")}, "`max_error_share` must be between 0 and 1, got nan"),
+        ({"max_error_share": float("nan")}, "`model.reward.max_error_share` must be a number, got nan"),
     ],
 )
 def test_bad_options_are_refused(option, message):

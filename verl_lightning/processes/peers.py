@@ -42,7 +42,6 @@ class Peers:
     def __init__(self, folder: Path, rank: str) -> None:
         self._file = folder / f"rank_{rank}"
         self._seen: set[str] = {self._file.name}
-        folder.mkdir(mode=0o700, exist_ok=True)
         self.note("")
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
@@ -56,7 +55,11 @@ class Peers:
 
     def _write(self, file: Path, text: str) -> None:
         draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(text)
+        while True:
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # the last process of the run before has just taken the folder away
+                draft.write_text(text)
+                break
         draft.replace(file)
 
     def leave(self) -> None:
