@@ -143,3 +143,21 @@ def test_a_process_that_joins_and_leaves_at_once_is_no_loss(tmp_path, monkeypatc
 
     assert joined.newcomers() == {}
     joined.leave()
+
+
+def test_a_folder_that_another_process_takes_away_is_made_again(tmp_path, monkeypatch):
+    """It is the last of the run before, and leaves as this one begins the next run."""
+    make, taken = Path.mkdir, []
+
+    def make_and_lose(folder, *args, **kwargs):
+        make(folder, *args, **kwargs)
+        if not taken:
+            folder.rmdir()
+            taken.append(folder)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    joined = peers.Peers(tmp_path / "run", "0")
+
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["rank_0"]
+    joined.leave()
+    assert taken == [tmp_path / "run"]
