@@ -63,9 +63,9 @@ def test_a_rollout_takes_the_commonest_settings_directly(kind):
     ("make", "sentence"),
     [
         (lambda: ppo(actor=3), "`model.actor`: expected ModelConfig or str, got 3 (int)"),
-        (lambda: ppo(reward=3), "`model.reward`: expected RewardConfig or str or a function, got 3 (int)"),
+        (lambda: ppo(reward=3), "`model.reward`: expected RewardConfig or str or a function or None, got 3 (int)"),
         (lambda: ppo(reward=dict), "`model.reward`: expected a function, got the class `builtins.dict`"),
-        (lambda: ppo(advantage=None), "`model.advantage`: expected AdvantageEstimator or str, got None"),
+        (lambda: ppo(advantage=3), "`model.advantage`: expected AdvantageEstimator or str or None, got 3 (int)"),
         (lambda: ppo(lr="1e-6"), "`model.lr`: expected float or None, got '1e-6' (str)"),
         (lambda: ppo(learning_rate=1.0), "`model.learning_rate` is not an option of `PPOModule`"),
         (lambda: ppo(update={"epoch": 3}), "`model.update.epoch` is not an option of `UpdateConfig`. Did you mean"),

@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.data.published import tokenizer_for
 from tests.environments.test_tool_episodes import play
 from verl_lightning.environments.adapters.gymnasium_text import GymnasiumText
@@ -16,6 +18,7 @@ from verl_lightning.environments.adapters.reasoning_gym import ReasoningGym
 QWEN, END = "qwen2_5", "<|im_end|>"
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of a package that it imports, while Python compiles it
 def test_a_question_of_reasoning_gym_is_judged_by_it():
     make = partial(ReasoningGym, task="basic_arithmetic", size=8, seed=1)
     row = {"index": 0}

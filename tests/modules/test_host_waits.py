@@ -1,4 +1,7 @@
-"""The host never waits for the device in a step that is not logged, but where a line here says why."""
+"""The host never waits for the device in a step that is not logged, but where a line here says why.
+
+Each run has a process of its own: once ``Tensor.__getitem__`` has been replaced, tensors stay sequences in C.
+"""
 
 from __future__ import annotations
 
@@ -64,45 +67,54 @@ def watched(path, module, data, *callbacks, **options):
     return dict(watch.waits.found)
 
 
+def watched_sft(attention, budget, accumulate, path, folder, chats):
+    module = make_sft(
+        folder,
+        actor=make_model_config(folder, attn_implementation=attention),
+        max_tokens_per_micro_batch=budget,
+    )
+    return watched(path, module, make_chats(chats), accumulate_grad_batches=accumulate)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("budget", [None, 160])
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
 def test_steps_of_sft_wait_for_nothing(attention, budget, accumulate, tmp_path, tiny_folder, chat_file):
     """Packed by `varlen`, as on GPUs, and padded."""
-    config = make_model_config(tiny_folder, attn_implementation=attention)
-    module = make_sft(tiny_folder, actor=config, max_tokens_per_micro_batch=budget)
-
-    found = watched(tmp_path, module, make_chats(chat_file), accumulate_grad_batches=accumulate)
+    (found,) = on_ranks(1, watched_sft, attention, budget, accumulate, tmp_path, tiny_folder, chat_file)
 
     assert found.keys() == HOSTS.keys() | (PADDED.keys() if attention == "sdpa" else set())
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
 def test_an_iteration_of_ppo_waits_as_often_for_any_number_of_updates(attention, tmp_path, tiny_folder, prompt_file):
+    (counts,) = on_ranks(1, watched_ppo, attention, tmp_path, tiny_folder, prompt_file)
+
+    assert counts[0] == counts[1]
+    assert counts[0].keys() == ITERATION.keys()
+
+
+def watched_ppo(attention, path, folder, prompts):
+    """With one epoch of updates, and with three."""
     counts = []
     for epochs in (1, 3):
-        model = make_model_config(tiny_folder, attn_implementation=attention)
+        model = make_model_config(folder, attn_implementation=attention)
         module = make_ppo(
-            tiny_folder,
+            folder,
             actor=model,
             advantage=GAE(),
             critic=CriticConfig(model=model, epochs=epochs),
             kl=KLConfig(coef=0.1),
             update=UpdateConfig(mini_batch_size=2, max_tokens_per_micro_batch=100, entropy_coef=0.01, epochs=epochs),
         )
-        found = watched(tmp_path, module, make_prompts(prompt_file), make_rollout(), max_steps=2)
+        found = watched(path, module, make_prompts(prompts), make_rollout(), max_steps=2)
         counts.append({name: count for name, count in found.items() if name not in PADDED})
-
-    assert counts[0] == counts[1]
-    assert counts[0].keys() == ITERATION.keys()
+    return counts
 
 
 def watched_rank(strategy, path, folder, chats):
-    module = make_sft(
-        folder,
-        actor=make_model_config(folder, attn_implementation="varlen"),
-        max_tokens_per_micro_batch=64,
-    )
+    config = make_model_config(folder, attn_implementation="varlen")
+    module = make_sft(folder, actor=config, max_tokens_per_micro_batch=64)
     return watched(path, module, make_chats(chats), strategy=STRATEGIES[strategy](), devices=2)
 
 
@@ -112,28 +124,33 @@ def test_ranks_wait_for_other_hosts_alone(strategy, tmp_path, tiny_folder, chat_
         assert [name for name in found.keys() - HOSTS.keys() if not name.partition(": ")[2].startswith(RANKS)] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "wait"),
-    [
-        ("_local_scalar_dense", lambda x: x.sum().item()),
-        ("_local_scalar_dense", lambda x: bool(x.sum() > 0)),
-        ("nonzero", lambda x: x.nonzero()),
-        ("index by a mask", lambda x: x[x > 0]),
-        ("index_put_ by a mask", lambda x: x.clone().__setitem__(x > 0, 0.0)),
-        ("index by a list", lambda x: x[[0, 2]]),
-        ("tolist", lambda x: x.tolist()),
-        ("cpu", lambda x: x.cpu()),
-        ("to", lambda x: x.to("cpu")),
-        ("tensor on a device", lambda x: torch.tensor([1, 2], device=x.device)),
-        ("new_tensor on a device", lambda x: x.new_tensor([1, 2])),
-    ],
-)
-def test_waits_are_seen(name, wait):
-    """In the forward pass, and in a backward pass too."""
-    waits, leaf = HostWaits(), nn.Parameter(torch.ones(3))
+WAITS = [
+    ("_local_scalar_dense", lambda x: x.sum().item()),
+    ("_local_scalar_dense", lambda x: bool(x.sum() > 0)),
+    ("nonzero", lambda x: x.nonzero()),
+    ("index by a mask", lambda x: x[x > 0]),
+    ("index_put_ by a mask", lambda x: x.clone().__setitem__(x > 0, 0.0)),
+    ("index by a list", lambda x: x[[0, 2]]),
+    ("tolist", lambda x: x.tolist()),
+    ("cpu", lambda x: x.cpu()),
+    ("to", lambda x: x.to("cpu")),
+    ("tensor on a device", lambda x: torch.tensor([1, 2], device=x.device)),
+    ("new_tensor on a device", lambda x: x.new_tensor([1, 2])),
+]
+
+
+def seen(index):
+    """What is seen of a wait in the forward pass, and in a backward pass too."""
+    waits, leaf, (_, wait) = HostWaits(), nn.Parameter(torch.ones(3)), WAITS[index]
     leaf.register_hook(lambda grad: None if wait(grad) is None else None)
     with waits.watch():
         wait(torch.ones(3))
         (leaf * 2).sum().backward()
-    assert [line.partition(":")[0] for line in waits.found] == [name]
-    assert sum(waits.found.values()) == 2
+    return dict(waits.found)
+
+
+@pytest.mark.parametrize("index", range(len(WAITS)), ids=[name for name, _ in WAITS])
+def test_waits_are_seen(index):
+    (found,) = on_ranks(1, seen, index)
+    assert [line.partition(":")[0] for line in found] == [WAITS[index][0]]
+    assert sum(found.values()) == 2

@@ -29,10 +29,10 @@ class Stuck(vllm.VLLMEngine):
         if len(self._late) < 3:
             time.sleep(LONG)
         output = Plain(token_ids=[1], logprobs=Plain(logprobs=[0.0]), finish_reason="stop")
-        return [Plain(request_id="0", outputs=[output])]
+        return [Plain(request_id="0", outputs=[output], prompt_token_ids=None)]
 
     def add(self, key, request):
-        self._late[key] = vllm.Late(request.name, time.monotonic())
+        self._late[key] = vllm.Late(request.name, time.monotonic(), [], None)
 
 
 def take_a_stuck_step():
