@@ -54,8 +54,15 @@ def shipped_files(strategy: str) -> list[str]:
     Recipes choose an algorithm, of which strategies know nothing: one strategy runs them.
     """
     elsewhere = {"ray", "agents", "vision"} | (set() if strategy == "auto" else {"recipes"})
-    files = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
-    return sorted(str(path.relative_to(ROOT)) for path in files if path.parent.name not in elsewhere)
+    paths = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
+    files = sorted(str(path.relative_to(ROOT)) for path in paths if path.parent.name not in elsewhere)
+    return [file for file in files if strategy != "megatron" or not has_teacher(file)]  # which Megatron refuses
+
+
+def has_teacher(file: str) -> bool:
+    """Whether a policy learns from a teacher."""
+    model = yaml.safe_load((ROOT / file).read_text()).get("model", {})
+    return "teacher" in model.get("init_args", {})
 
 
 def words_for(file: str, strategy: str, devices: int) -> list[str]:
@@ -67,6 +74,7 @@ def words_for(file: str, strategy: str, devices: int) -> list[str]:
     words = [*TINY.split(), *WORDS[settings[0]["model"]["class_path"]].split(), "--trainer.devices", str(devices)]
     critic = [(part.get("model", {}).get("init_args", {}).get("critic") or {}).get("model") for part in settings]
     words += ["--model.critic.model.path", "model"] if critic[-1] else []
+    words += ["--model.teacher.path", "teacher", "--model.teacher.dtype", "float32"] if has_teacher(file) else []
     words += SIZES.split() if strategy == "megatron" and "megatron" in own else []
     return [word for name in files for word in ("--config", str(ROOT / name))] + ["--strategy", strategy, *words]
 
@@ -89,6 +97,7 @@ def take_steps(strategy: str, folder: Path) -> dict[str, tuple[int, float]]:
 def launch(strategy: str, devices: int, folder: Path) -> dict[str, tuple[int, float]]:
     """What the first of several ranks saw."""
     write_tiny_folder(folder / "model")
+    write_tiny_folder(folder / "teacher", seed=7)
     write_prompt_file(folder / "prompts.jsonl")
     write_chat_file(folder / "chats.jsonl")
     write_pair_file(folder / "pairs.jsonl")
