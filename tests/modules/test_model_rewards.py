@@ -8,11 +8,13 @@ from lightning.pytorch import Callback, seed_everything
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
+from tests.processes import on_ranks
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_reward, make_rollout, make_trainer
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.ppo_config import CriticConfig
 from verl_lightning.rewards.config import RewardConfig, RewardModelConfig
+from verl_lightning.strategies import STRATEGIES
 
 
 class Seen(Callback):
@@ -26,12 +28,13 @@ class Seen(Callback):
         self.scored.append(scored)
 
 
-def judged(tmp_path, folder, prompt_file, reward, *, max_steps=1, lr=1e-3, **parts):
+def judged(tmp_path, folder, prompt_file, reward, *, max_steps=1, lr=1e-3, trainer=None, **parts):
     seed_everything(0, verbose=False)
     seen, recorder = Seen(), Recorder()
     actor = make_model_config(folder, optim=OptimConfig(lr=lr))
     module = make_ppo(folder, **{"reward": reward, "actor": actor} | parts)
-    trainer = make_trainer(tmp_path, make_rollout(max_new_tokens=12), seen, recorder, max_steps=max_steps)
+    options = {"max_steps": max_steps} | (trainer or {})
+    trainer = make_trainer(tmp_path, make_rollout(max_new_tokens=12), seen, recorder, **options)
     trainer.fit(module, datamodule=make_prompts(prompt_file))
     return seen.scored, recorder
 
@@ -56,6 +59,24 @@ def test_rewards_are_the_logits_of_transformers(tmp_path, tiny_folder, reward_fo
     expected = by_transformers(reward_folder, scored.rollout)
     assert_close(scored.reward_result.rewards, expected, rtol=1e-4, atol=1e-5)
     assert recorder.column("reward/model/mean") == pytest.approx([float(expected.mean())], rel=1e-4)
+
+
+def judged_on_rank(strategy, path, folder, prompt_file, reward_folder):
+    reward = RewardConfig(model=RewardModelConfig(path=str(reward_folder), micro_batch_size=3))
+    options = {"strategy": STRATEGIES[strategy](), "devices": 2}
+    (scored,), recorder = judged(path, folder, prompt_file, reward, trainer=options)
+    expected = by_transformers(reward_folder, scored.rollout)
+    return scored.reward_result.rewards, expected, recorder.column("reward/model/mean")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_judge_their_own_responses(strategy, tmp_path, tiny_folder, prompt_file, reward_folder):
+    ranks = on_ranks(2, judged_on_rank, strategy, tmp_path, tiny_folder, prompt_file, reward_folder)
+
+    for rewards, expected, _ in ranks:
+        assert_close(rewards, expected, rtol=1e-4, atol=1e-5)
+    means = [float(expected.mean()) for _, expected, _ in ranks]
+    assert ranks[0][2] == pytest.approx([sum(means) / 2], rel=1e-4)
 
 
 def test_a_reward_model_and_functions_add_up(tmp_path, tiny_folder, reward_folder, prompt_file):
