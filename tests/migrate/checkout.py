@@ -18,14 +18,16 @@ from verl_lightning.migrate.scripts import Script
 
 HOME = "/home/me"
 STUB = """
-record() { printf '%s\\0' "$@" >> "$CAPTURE"; printf '\\n\\0' >> "$CAPTURE"; }
+record() { printf '%s\\0' "$@" $'\\n' >> "$CAPTURE"; }
 python3() { [ "$1" != -c ] && record python3 "$@"; }
 mkdir() { :; }
+tee() { :; }
 set() { :; }
 exit() { :; }
 command_not_found_handle() { record "$@"; }
 """
-"""Programs that write their arguments down; `python3 -c` fails, as where a package is missing."""
+"""Programs that write their arguments down, at once, as those of a pipe run side by side; `python3 -c` fails, as where a
+package is missing."""
 
 
 def bash_commands(script: Path, folder: Path) -> list[list[str]]:
