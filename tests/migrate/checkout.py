@@ -26,8 +26,8 @@ set() { :; }
 exit() { :; }
 command_not_found_handle() { record "$@"; }
 """
-"""Programs that write their arguments down, at once, as those of a pipe run side by side; `python3 -c` fails, as where a
-package is missing."""
+"""Programs that write their arguments down, but for `tee`, which would do so beside the one that it reads from;
+`python3 -c` fails, as where a package is missing."""
 
 
 def bash_commands(script: Path, folder: Path) -> list[list[str]]:
