@@ -28,11 +28,11 @@ def gae(
         returns_t = A_t + values_t
 
     Args:
-        token_rewards: Of each token, in units of reward.
-        values: Of the critic, in units of reward. Ignored on masked tokens.
+        token_rewards: Reward of each token.
+        values: Values of the critic, in units of reward. Ignored on masked tokens.
         response_mask: True on response tokens; False on tool output and padding, which are skipped.
         gamma: Discount per trainable token, in ``[0, 1]``.
-        lam: From 0 (one-step, low variance) to 1 (Monte Carlo, no bias).
+        lam: Number from 0 (one-step, low variance) to 1 (Monte Carlo, no bias).
 
     Returns:
         Advantages and returns in units of reward on response tokens, 0 elsewhere.
@@ -62,11 +62,12 @@ class GAE(AdvantageEstimator):
 
     Args:
         gamma: Discount per response token, in ``[0, 1]``.
-        lam: From 0, which trusts the critic for all but the next reward, to 1, which trusts only rewards.
+        lam: Number from 0, which trusts the critic for all but the next reward, to 1, which trusts only rewards.
         whiten: Give the advantages of a batch mean 0 and variance 1.
     """
 
     needs_critic = True
+    estimate = staticmethod(gae)
 
     def __init__(self, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> None:
         check_in_unit_interval("gamma", gamma)
@@ -76,9 +77,9 @@ class GAE(AdvantageEstimator):
         self.whitens = whiten
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """Advantages and returns of the trainable tokens."""
+        """Advantages and returns of the trainable tokens, not whitened."""
         assert inputs.values is not None  # `needs_critic`
-        advantages, returns = gae(
+        advantages, returns = self.estimate(
             inputs.token_rewards, inputs.values, inputs.valid_mask, gamma=self.gamma, lam=self.lam
         )
         return AdvantageOutputs(advantages=advantages, returns=returns)

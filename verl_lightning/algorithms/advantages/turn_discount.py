@@ -32,7 +32,7 @@ def turn_advantages(
         A_k = G_k - mean_k                       otherwise
 
     Args:
-        token_rewards: Of each token, in units of reward.
+        token_rewards: Reward of each token.
         response_mask: True on the policy's own tokens; False on what it reads, which parts turns, on padding, and on
             episodes to leave out of their group.
         group_index: Any integers; equal for the episodes of one prompt.

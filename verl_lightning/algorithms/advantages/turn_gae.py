@@ -6,9 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from verl_lightning.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs, AdvantageOutputs
-from verl_lightning.algorithms.advantages.gae import next_trainable
-from verl_lightning.algorithms.checks import check_in_unit_interval
+from verl_lightning.algorithms.advantages.gae import GAE, next_trainable
 from verl_lightning.functional.returns import discounted_returns
 from verl_lightning.functional.turns import over_turns, turn_ends, turn_starts
 
@@ -31,11 +29,11 @@ def turn_gae(
         returns_k = A_k + V_k
 
     Args:
-        token_rewards: Of each token, in units of reward.
-        values: Of the critic, in units of reward. Those of a turn's first token alone are read.
+        token_rewards: Reward of each token.
+        values: Values of the critic, in units of reward. Those of a turn's first token alone are read.
         response_mask: True on the policy's own tokens; False on what it reads, which parts turns, and on padding.
         gamma: Discount per turn, in ``[0, 1]``.
-        lam: From 0 (one-step, low variance) to 1 (Monte Carlo, no bias).
+        lam: Number from 0 (one-step, low variance) to 1 (Monte Carlo, no bias).
 
     Returns:
         Advantages and returns in units of reward on the policy's tokens, 0 elsewhere.
@@ -54,7 +52,7 @@ def turn_gae(
     return advantages, advantages + over_turns(values, response_mask)
 
 
-class TurnGAE(AdvantageEstimator):
+class TurnGAE(GAE):
     """Generalized advantage estimation over the turns of an episode, each of which is one action, with a critic.
 
     Where an environment rewards turns, a turn's tokens share its advantage: what it earned, and how much better the
@@ -62,23 +60,8 @@ class TurnGAE(AdvantageEstimator):
 
     Args:
         gamma: Discount per turn of the policy, in ``[0, 1]``.
-        lam: From 0, which trusts the critic for all but the turn's own reward, to 1, which trusts only rewards.
+        lam: Number from 0, which trusts the critic for all but the turn's own reward, to 1, which trusts only rewards.
         whiten: Give the advantages of a batch mean 0 and variance 1.
     """
 
-    needs_critic = True
-
-    def __init__(self, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> None:
-        check_in_unit_interval("gamma", gamma)
-        check_in_unit_interval("lam", lam)
-        self.gamma = gamma
-        self.lam = lam
-        self.whitens = whiten
-
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """Advantages and returns of the turns, on their tokens."""
-        assert inputs.values is not None  # `needs_critic`
-        advantages, returns = turn_gae(
-            inputs.token_rewards, inputs.values, inputs.valid_mask, gamma=self.gamma, lam=self.lam
-        )
-        return AdvantageOutputs(advantages=advantages, returns=returns)
+    estimate = staticmethod(turn_gae)
