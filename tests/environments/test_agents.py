@@ -7,13 +7,13 @@ import pytest
 from tests.data.published import tokenizer_for
 from tests.environments.agent_functions import agent, silent
 from tests.environments.worlds import END, say_seven
+from tests.rollout.asking import play_all
 from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
 from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
 from verl_lightning.faults import RunError
 from verl_lightning.rollout.base import Completion, SamplingConfig
-from verl_lightning.rollout.completions import wait_for
 
 AGENT = {"agent": "tests.environments.agent_functions.agent", "timeout": 60.0}
 
@@ -33,9 +33,7 @@ def parts(environment, *names, generate=say_seven, tokenizer=None, eos=END, **co
         EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=n, name=f"prompt {n}, sample 0", row={"part": name})
         for n, name in enumerate(names)
     ]
-    completions = wait_for(runner.run(generate, requests))
-    runner.stop()
-    return completions
+    return play_all(runner, generate, requests)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +89,7 @@ def test_tools_of_an_agent_are_called_in_the_templates_format():
     )
     sampling = SamplingConfig(max_new_tokens=400)
     request = EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=0, name="prompt 0", row={"part": "with_tools"})
-    (episode,) = wait_for(runner.run(generate, [request]))
-    runner.stop()
+    (episode,) = play_all(runner, generate, [request])
 
     assert episode.episode.rewards == [0.0, 1.0]
     assert "<tool_response>" in tokenizer.decode(episode.token_ids)

@@ -8,11 +8,11 @@ import pytest
 
 from tests.data.published import tokenizer_for
 from tests.environments.tool_functions import add
+from tests.rollout.asking import play_all
 from verl_lightning.environments.base import Environment, Step
 from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
 from verl_lightning.rollout.base import Completion, SamplingConfig
-from verl_lightning.rollout.completions import wait_for
 
 ARGUMENTS = {"a": 2, "b": 3}
 CALLS = {
@@ -54,8 +54,7 @@ def play(tokenizer, environment, turns, end, row=None, history="keep", max_turns
     request = EpisodeRequest(
         prompt_ids=[5], sampling=SamplingConfig(max_new_tokens=4000), seed=0, name="prompt 0, sample 0", row=row
     )
-    (completion,) = wait_for(runner.run(generate, [request]))
-    runner.stop()
+    (completion,) = play_all(runner, generate, [request])
     return completion, asked
 
 

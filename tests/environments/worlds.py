@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+from tests.rollout.asking import play_all
 from tests.tiny import tiny_tokenizer
 from verl_lightning.environments.base import Environment, Step
 from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
 from verl_lightning.rollout.base import Completion, SamplingConfig
-from verl_lightning.rollout.completions import wait_for
 
 
 class Counting(Environment):
@@ -102,6 +102,4 @@ def play(environment, rows, generate=say_seven, *, max_new_tokens=64, **config):
         EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=index, name=f"prompt {index}, sample 0", row=row)
         for index, row in enumerate(rows)
     ]
-    completions = wait_for(runner.run(generate, requests))
-    runner.stop()
-    return completions
+    return play_all(runner, generate, requests)

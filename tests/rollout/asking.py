@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from tests.tiny import tiny_tokenizer
 from verl_lightning.environments.config import EpisodesConfig
-from verl_lightning.environments.runner import EpisodeRunner, episode_requests
-from verl_lightning.rollout.base import Engine, SamplingConfig
+from verl_lightning.environments.episode import Generate
+from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner, episode_requests
+from verl_lightning.rollout.base import Completion, Engine, SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, to_rollout, wait_for
 from verl_lightning.rollout.turns import TurnsConfig
 from verl_lightning.types import Rollout
@@ -24,6 +26,14 @@ class Prompts(NamedTuple):
 
     tokens: list[list[int]]
     seeds: list[list[int]]
+
+
+def play_all(runner: EpisodeRunner, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
+    """Plays the episodes of a batch, as a run does, and ends the runner."""
+    completions = wait_for(runner.play(generate, requests))
+    runner.check_errors(completions)
+    runner.stop()
+    return completions
 
 
 def sample(engine: Engine, prompts: Prompts, sampling: SamplingConfig, turns: TurnsConfig | None = None) -> Rollout:
@@ -42,8 +52,7 @@ def sample(engine: Engine, prompts: Prompts, sampling: SamplingConfig, turns: Tu
         )
         rows = [{"prompt": []}] * len(prompts.tokens)
         asked = episode_requests(requests, rows, num_samples=len(prompts.seeds[0]))
-        completions = wait_for(runner.run(engine.generate, asked))
-        runner.stop()
+        completions = play_all(runner, engine.generate, asked)
     return to_rollout(
         requests,
         completions,

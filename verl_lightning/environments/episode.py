@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,9 @@ from verl_lightning.rollout.base import Completion, Request
 
 T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
+
+Schemas = list[dict[str, Any]]
+"""Schemas of tools, for the chat template."""
 
 
 class Talk(Protocol):
@@ -93,8 +96,8 @@ class Player:
     is_quick: bool
     """True if the world is known to answer at once; see `Environment.is_quick`."""
 
-    start_talk: Callable[[Environment], Talk]
-    """Function that begins the conversation with an environment."""
+    start_talk: Callable[[Environment, Schemas | None], Talk]
+    """Function that begins the conversation with an environment, with its tools; None without any."""
 
     policy: Policy
     """Speaker of the turns."""
@@ -167,7 +170,8 @@ class Player:
         if self.tool_use is not None:
             self.tool_calls = ToolCalls(self.tool_use.toolbox(environment))
         self.is_quick = environment.is_quick
-        self.talk = talk = self._rendered(lambda: self.start_talk(environment))
+        tools = None if self.tool_calls is None else self.tool_calls.schemas
+        self.talk = talk = self._rendered(lambda: self.start_talk(environment, tools))
         self.trajectory.prompt_ids = self._rendered(lambda: talk.begin(as_messages(first)))
         length, limit = len(self.trajectory.prompt_ids), self.max_prompt_length
         if limit is not None and length > limit:

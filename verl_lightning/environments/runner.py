@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from verl_lightning.environments.agents import Agent
 from verl_lightning.environments.base import Environment
 from verl_lightning.environments.chat import Chat
 from verl_lightning.environments.config import Environments, EpisodesConfig
-from verl_lightning.environments.episode import EpisodeError, Generate, Player, Policy
+from verl_lightning.environments.episode import EpisodeError, Generate, Player, Policy, Schemas
 from verl_lightning.environments.own_thread import Threads
 from verl_lightning.environments.replies import PlainText, Replies
 from verl_lightning.environments.tool_use import ToolUse
@@ -106,7 +107,8 @@ class EpisodeRunner:
                 )
             self._check_tools(kind, environment)
             role: Literal["user", "tool"] = "tool" if environment.tools else "user"
-            complaint = self._chat(environment, {}, f"`{kind}`", kind).history_complaint(role)
+            tools = self._tool_uses[kind].toolbox(environment).schemas if environment.tools else None
+            complaint = self._chat({}, f"`{kind}`", tools).history_complaint(role)
             if complaint is not None and self.config.history == "refuse":
                 raise ValueError(
                     f"The chat template writes earlier turns anew: {complaint}. Episodes of `{kind}` would have other"
@@ -126,20 +128,6 @@ class EpisodeRunner:
                 " its tool was late."
             )
         self._tool_uses[kind] = ToolUse(environment, self.tokenizer, key)
-
-    async def run(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
-        """Play the episodes of a whole batch.
-
-        Args:
-            generate: Function that samples a turn.
-            requests: Requests for episodes.
-
-        Raises:
-            RunError: If too many of them fail.
-        """
-        completions = await self.play(generate, requests)
-        self.check_errors(completions)
-        return completions
 
     async def play(self, generate: Generate, requests: Sequence[EpisodeRequest]) -> list[Completion]:
         """Play an episode for each request; those of one event loop are together no more than are allowed at once."""
@@ -167,7 +155,7 @@ class EpisodeRunner:
         for agent in self._agents.values():
             agent.workers.stop()
 
-    @property
+    @cached_property
     def _agents(self) -> dict[str, Agent]:
         makers = {} if isinstance(self.environments, TurnsConfig) else self.environments.makers
         return {kind: make for kind, make in makers.items() if isinstance(make, Agent)}
@@ -223,7 +211,7 @@ class EpisodeRunner:
             kind=kind,
             make=make,
             is_quick=getattr(getattr(make, "func", make), "is_quick", False),
-            start_talk=lambda environment: self._talk(environment, request, kind),
+            start_talk=lambda environment, tools: self._talk(environment, request, tools),
             policy=policy,
             threads=self._threads,
             config=self.config,
@@ -232,15 +220,13 @@ class EpisodeRunner:
             tool_use=self._tool_uses.get(kind),
         )
 
-    def _talk(self, environment: Environment, request: EpisodeRequest, kind: str) -> Chat | PlainText:
+    def _talk(self, environment: Environment, request: EpisodeRequest, tools: Schemas | None) -> Chat | PlainText:
         if isinstance(environment, Replies):
             return PlainText(self.tokenizer, request.prompt_ids)
-        return self._chat(environment, request.row, request.name, kind)
+        return self._chat(request.row, request.name, tools)
 
-    def _chat(self, environment: Environment, row: Mapping[str, Any], name: str, kind: str) -> Chat:
-        values = dict(row)
-        if (tool_use := self._tool_uses.get(kind)) is not None:
-            values["tools"] = tool_use.toolbox(environment).schemas
+    def _chat(self, row: Mapping[str, Any], name: str, tools: Schemas | None) -> Chat:
+        values = dict(row) if tools is None else {**row, "tools": tools}
         return Chat(
             self.tokenizer, values, name=name, enable_thinking=self.enable_thinking, history=self.config.history
         )
