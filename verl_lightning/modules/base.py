@@ -57,7 +57,7 @@ from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
 from verl_lightning.telemetry.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
-from verl_lightning.telemetry.memory_plan import memory_plan
+from verl_lightning.telemetry.memory_plan import ModelSizes, memory_plan
 from verl_lightning.telemetry.phases import (
     SAVE_CHECKPOINT,
     CheckpointClock,
@@ -243,6 +243,11 @@ class PostTrainingModule(LightningModule):
     def tokens_per_pass(self) -> int | None:
         """Most tokens of a forward and backward pass on one rank, padding included; None where not known."""
         return None
+
+    @cached_property
+    def model_sizes(self) -> ModelSizes:
+        """Sizes of the models that the module makes, measured without making them."""
+        return ModelSizes.of(self)
 
     @property
     def accumulates(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from verl_lightning.telemetry.memory_plan import RESERVED_SHARE, ModelSizes, PlannedModule, engine_memory
+from verl_lightning.telemetry.memory_plan import RESERVED_SHARE, PlannedModule, engine_memory
 
 MOST_TOKENS = {"cuda": 32768, "cpu": 4096}
 """Largest pass by type of device: beyond it nothing is gained, on CPUs since caches no longer hold activations."""
@@ -28,7 +28,7 @@ def planned_tokens(module: SizedModule) -> int:
     Args:
         module: Module with its trainer.
     """
-    sizes = ModelSizes.of(module)
+    sizes = module.model_sizes
     least = module.max_tokens or 1
     most = max(least, MOST_TOKENS.get(module.contract.root_device.type, MOST_TOKENS["cpu"]))
     _, device_bytes = sizes.device

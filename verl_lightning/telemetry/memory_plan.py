@@ -70,6 +70,10 @@ class PlannedModule(Protocol):
     def accumulates(self) -> bool:
         """True if an optimizer step may have several forward and backward passes."""
 
+    @property
+    def model_sizes(self) -> ModelSizes:
+        """Sizes of these models; measured once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -185,7 +189,7 @@ def memory_plan(module: PlannedModule) -> MemoryPlan:
     Args:
         module: Module with its trainer.
     """
-    sizes, tokens = ModelSizes.of(module), module.tokens_per_pass
+    sizes, tokens = module.model_sizes, module.tokens_per_pass
     device, device_bytes = sizes.device
     return MemoryPlan(
         models=sizes.memory(tokens),
