@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
@@ -89,6 +92,23 @@ class Distillation:
     def settings(self) -> dict[str, Any]:
         """Options by the user's keys, whose changes are reported when a run is resumed."""
         return {f"model.teacher.{name}": value for name, value in asdict(self.config).items()}
+
+
+class TaughtModule(PostTrainingModule):
+    """A module whose policy may learn from teachers; see `Distillation`."""
+
+    distillation: Distillation | None = None
+
+    @override
+    def find_identities(self) -> dict[str, Identity]:
+        found = super().find_identities()
+        if self.distillation is not None and self.trainer.state.fn == TrainerFn.FITTING:  # else nothing asks it
+            found |= self.distillation.identities()
+        return found
+
+    @override
+    def told_settings(self) -> dict[str, Any]:
+        return super().told_settings() | (self.distillation.settings() if self.distillation else {})
 
 
 def check_offline(config: TeacherConfig) -> None:

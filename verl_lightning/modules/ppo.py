@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,7 +24,7 @@ from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
-from verl_lightning.modules.distillation import Distillation
+from verl_lightning.modules.distillation import Distillation, TaughtModule
 from verl_lightning.modules.episodes import episode_metrics
 from verl_lightning.modules.experience import ExperienceMaker
 from verl_lightning.modules.gathering import GatherGroups
@@ -53,7 +52,6 @@ from verl_lightning.modules.ppo_config import (
     ValidationConfig,
     ppo_roles,
 )
-from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.run_settings import SETTINGS_KEY
 from verl_lightning.modules.sampling import SamplingModule, given_rollout
 from verl_lightning.modules.scored_rollout import ScoredRollout
@@ -82,7 +80,7 @@ class ExperienceListener(Protocol):
         """Called on each rank before the updates; rows are those of the prompts, None if they were gathered before."""
 
 
-class PPOModule(SamplingModule):
+class PPOModule(TaughtModule, SamplingModule):
     """Proximal policy optimization of a language model, with a critic (PPO) or with groups (GRPO and its family).
 
     Args:
@@ -263,16 +261,9 @@ class PPOModule(SamplingModule):
         return bool(self._reference)
 
     @override
-    def find_identities(self) -> dict[str, Identity]:
-        found = super().find_identities()
-        if self.distillation is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            found |= self.distillation.identities()
-        return found
-
-    @override
     def told_settings(self) -> dict[str, Any]:
         kl = {} if self.kl is None else {f"model.kl.{name}": value for name, value in asdict(self.kl).items()}
-        return super().told_settings() | kl | (self.distillation.settings() if self.distillation else {})
+        return super().told_settings() | kl
 
     @override
     def configure_optimizers(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -14,17 +13,16 @@ from verl_lightning.functional.masking import masked_sum
 from verl_lightning.metrics import Metric, mean
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.size import ModelRole
-from verl_lightning.modules.distillation import Distillation, check_offline
+from verl_lightning.modules.distillation import Distillation, TaughtModule, check_offline
 from verl_lightning.modules.given import as_model
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.offline import OfflineModule
-from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.options import typed
 from verl_lightning.types import Scores, TokenBatch
 
 
-class SFTModule(OfflineModule):
+class SFTModule(TaughtModule, OfflineModule):
     """Trains a language model to say what assistants said in chats.
 
     The loss is the mean over supervised tokens of the whole optimizer step: ``accumulate_grad_batches`` and the number
@@ -85,17 +83,6 @@ class SFTModule(OfflineModule):
                 with told_of(role.key):
                     made[role.name] = self.contract.make_model(role.config, role.head, trainable=False)
             self.distillation.take(made, self.policy)
-
-    @override
-    def find_identities(self) -> dict[str, Identity]:
-        found = super().find_identities()
-        if self.distillation is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            found |= self.distillation.identities()
-        return found
-
-    @override
-    def told_settings(self) -> dict[str, Any]:
-        return super().told_settings() | (self.distillation.settings() if self.distillation else {})
 
     @override
     def prepared(self, batch: TokenBatch) -> TokenBatch:

@@ -22,6 +22,7 @@ from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.remote_teacher import RemoteTeacher
 from verl_lightning.modules.teacher_config import TeacherConfig
+from verl_lightning.rollout.completions import pad_left
 from verl_lightning.strategies.base import PostTrainingStrategy, blank
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
@@ -178,12 +179,9 @@ def with_prompts(batch: BatchT, prompts: Sequence[Sequence[int]], *, pad_token_i
         prompts: Tokens of the other prompts.
         pad_token_id: Token that fills the padding.
     """
-    width, device = max(map(len, prompts)), batch.input_ids.device
-    responses = batch.response_mask.shape[1]
-    ids = torch.full((len(prompts), width), pad_token_id)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-    is_real = torch.arange(width) >= width - torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    device, responses = batch.input_ids.device, batch.response_mask.shape[1]
+    ids = pad_left(prompts, pad_token_id)
+    is_real = pad_left([[True] * len(prompt) for prompt in prompts], False)
     return replace(
         batch,
         input_ids=torch.cat([ids.to(device), batch.input_ids[:, -responses:]], dim=1),
