@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl_lightning.callbacks.json_files import write_whole
 from verl_lightning.callbacks.samples_page import newest_table
-from verl_lightning.run_records import CONFIG_FILE, METRICS_FILE, RunRecord, moment, read_rows
+from verl_lightning.run_records import CONFIG_FILE, METRICS_FILE, RunRecord, finite_number, moment, read_rows
 
 PAGE_FILE = "report.html"
 """File in a run's folder that shows it in a browser."""
@@ -77,7 +77,7 @@ def curves_of(rows: Sequence[Mapping[str, str]]) -> dict[str, Points]:
     for row in rows:
         step = float(row["step"]) + 1
         for name, text in row.items():
-            if text and name not in NO_CURVES and (value := _number(text)) is not None:
+            if text and name not in NO_CURVES and (value := finite_number(text)) is not None:
                 curves.setdefault(name, []).append((step, value))
     return curves
 
@@ -193,11 +193,3 @@ def _group(name: str) -> str:
 def _share(value: float, values: Sequence[float]) -> float:
     low, high = min(values), max(values)
     return (value - low) / (high - low) if high > low else 0.5
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

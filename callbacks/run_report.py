@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -22,8 +21,9 @@ from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.report_page import PAGE_FILE, write_report
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.modules.ending import ending_of
+from verl_lightning.needs import NOT_INSTALLED, installed_version
 from verl_lightning.run_folders import shared_run_folder
-from verl_lightning.run_records import LOSSES, REWARDS, RUNNING, RunRecord, current_record, now, write_record
+from verl_lightning.run_records import LOSSES, REWARDS, RUNNING, RunRecord, now, read_record, write_record
 
 PACKAGES = ("verl-lightning", "torch", "lightning", "transformers", "peft", "vllm", "megatron-core", "ray")
 """Distributions whose versions a record has."""
@@ -62,10 +62,10 @@ class RunReport(Callback):
         folder = shared_run_folder(trainer)
         self._path = folder if trainer.is_global_zero and "://" not in str(folder) else None
         if self._path is not None:
-            old = current_record(self._path)
+            old = read_record(self._path)
             self._record = RunRecord(
                 name=folder.absolute().name,
-                started=old.started or now(),
+                started=(old and old.started) or now(),
                 max_steps=trainer.max_steps,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -117,10 +117,8 @@ class RunReport(Callback):
         start = time.monotonic()
         known = {name: trainer.callback_metrics.get(name) for name in (*REWARDS, *LOSSES)}
         newest = {name: float(value) for name, value in known.items() if value is not None}
-        self._record = replace(
-            self._record, step=trainer.global_step, metrics=self._record.metrics | newest, updated=now()
-        )
-        write_record(self._path, self._record)
+        metrics = self._record.metrics | newest
+        self._record = write_record(self._path, replace(self._record, step=trainer.global_step, metrics=metrics))
         write_report(self._path, self._record)
         end = time.monotonic()
         self._due = end + max(self.every_seconds, (end - start) / LARGEST_SHARE)
@@ -145,11 +143,8 @@ class RunReport(Callback):
 def environment(trainer: Trainer) -> dict[str, str]:
     """Versions of packages, and the devices and strategy of a run."""
     found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: installed_version(name) for name in PACKAGES}
+    found |= {name: version for name, version in versions.items() if version != NOT_INSTALLED}
     device = trainer.strategy.root_device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     found["devices"] = f"{trainer.world_size} x {kind}"

@@ -62,7 +62,7 @@ def make_rows(
         rows: Data rows that ``rollout.prompt_index`` points into; None where they are gone.
         step: Finished steps of the policy that answered.
         count: Number of rows.
-        limits: What they keep.
+        limits: Limits of what they keep.
         advantages: Mean advantage of each response; None in a validation.
     """
     rewards, prompts = reward_result.known_rewards, rollout.prompt_index.tolist()
@@ -96,7 +96,7 @@ def turns_of(episode: Episode, limits: RowLimits) -> list[Row]:
 
     Args:
         episode: Walk through an environment.
-        limits: What a row keeps.
+        limits: Limits of what a row keeps.
     """
     roles = [message["role"] for message in episode.messages]
     given = roles.count("assistant") - len(episode.turn_ends)  # examples among the first messages
@@ -125,7 +125,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _parts(reward_result: RewardResult, index: int) -> dict[str, float]:
-    """What the reward function gave a response beside the reward."""
+    """The finite numbers that the reward function gave a response beside the reward, by name."""
     values = {name: float(column[index]) for name, column in reward_result.components.items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}
 

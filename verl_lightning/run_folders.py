@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from verl_lightning.compat.lightning import chosen_version
-from verl_lightning.run_records import CONFIG_FILE, read_record
+from verl_lightning.run_records import CONFIG_FILE, age, read_record
 
 CHECKPOINTS = "checkpoints"
 """Folder in a run's, by Lightning, for the checkpoints of a `ModelCheckpoint` without ``dirpath``."""
@@ -63,9 +62,11 @@ def newest_run(trainer: Trainer, name: str | None = None) -> LastCheckpoint | No
     with_checkpoint = {run: max(found, key=rank) for run in runs if (found := checkpoints_in(run / CHECKPOINTS))}
     if not with_checkpoint:
         return None
-    newest = max(with_checkpoint, key=lambda run: (age(run), rank(with_checkpoint[run])))
-    passed_over = [run for run in runs if age(run) > age(newest) and (run / CONFIG_FILE).exists()]
-    return LastCheckpoint(path=with_checkpoint[newest], run=newest, passed_over=sorted(passed_over, key=age))
+    ages = {run: age(run, read_record(run)) for run in runs}
+    newest = max(with_checkpoint, key=lambda run: (ages[run], rank(with_checkpoint[run])))
+    passed_over = [run for run in runs if ages[run] > ages[newest] and (run / CONFIG_FILE).exists()]
+    passed_over.sort(key=lambda run: ages[run])
+    return LastCheckpoint(path=with_checkpoint[newest], run=newest, passed_over=passed_over)
 
 
 def known_runs(trainer: Trainer, name: str | None) -> Iterator[Path]:
@@ -93,18 +94,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def name_of(version: int | str | None) -> str:
     """Returns the name of a run's folder from a logger's version."""
     return version if isinstance(version, str) else f"version_{version}"
-
-
-def version_of(name: str) -> int | str:
-    """Returns the version of a run's folder, as a logger gives it: N for ``version_N``, else the folder's name."""
-    match = re.fullmatch(r"version_(\d+)", name)
-    return name if match is None else int(match[1])
-
-
-def age(run: Path) -> tuple[str, int]:
-    """Returns a sort key by which runs that began later come after others, and runs without a record first."""
-    record, version = read_record(run), version_of(run.name)
-    return "" if record is None else record.started, version if isinstance(version, int) else -1
 
 
 def rank(checkpoint: Path) -> tuple[bool, float]:

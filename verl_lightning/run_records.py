@@ -132,19 +132,21 @@ def read_record(folder: Path) -> RunRecord | None:
     return RunRecord(**{"name": folder.name} | {key: value for key, value in found.items() if key in known})
 
 
-def write_record(folder: Path, record: RunRecord) -> None:
-    """Writes a run's record; a kill leaves the one before."""
+def write_record(folder: Path, record: RunRecord) -> RunRecord:
+    """Writes a run's record, and returns it with the time of this; a kill leaves the one before."""
+    record = replace(record, updated=now())
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{RECORD_FILE}.tmp"
-    draft.write_text(json.dumps(asdict(replace(record, updated=now())), indent=2), encoding="utf-8")
+    draft.write_text(json.dumps(asdict(record), indent=2), encoding="utf-8")
     draft.replace(folder / RECORD_FILE)
+    return record
 
 
 def runs_in(folder: Path) -> list[tuple[Path, RunRecord]]:
     """The runs in a folder and the folders below it, the newest last, each with its record as it is now."""
     found = {path.parent for name in (RECORD_FILE, CONFIG_FILE) for path in _files(folder, name)}
     runs = [(path, current_record(path)) for path in found]
-    return sorted(runs, key=lambda run: (run[1].started, _number(run[0]), str(run[0])))
+    return sorted(runs, key=lambda run: (age(*run), str(run[0])))
 
 
 def _files(folder: Path, name: str) -> Iterator[Path]:
@@ -152,9 +154,21 @@ def _files(folder: Path, name: str) -> Iterator[Path]:
     yield from (path for level in range(4) for path in folder.glob("*/" * level + name))
 
 
-def _number(folder: Path) -> int:
-    match = re.fullmatch(r"version_(\d+)", folder.name)
-    return -1 if match is None else int(match[1])
+def version_of(name: str) -> int | str:
+    """Returns the version of a run's folder, as a logger gives it: N for ``version_N``, else the folder's name."""
+    match = re.fullmatch(r"version_(\d+)", name)
+    return name if match is None else int(match[1])
+
+
+def age(folder: Path, record: RunRecord | None) -> tuple[str, int]:
+    """Returns a sort key by which runs that began later come after others, and runs without a record first.
+
+    Args:
+        folder: Folder of the run.
+        record: Its record; None if it has none.
+    """
+    version = version_of(folder.name)
+    return "" if record is None else record.started, version if isinstance(version, int) else -1
 
 
 def current_record(folder: Path) -> RunRecord:
@@ -225,12 +239,13 @@ def newest_values(file: Path, names: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for row in rows:
         values = dict(zip(columns, row, strict=False)) if len(row) == len(columns) else {}
-        numbers = {name: _number_in(values.get(name, "")) for name in names}
+        numbers = {name: finite_number(values.get(name, "")) for name in names}
         found |= {name: number for name, number in numbers.items() if number is not None}
     return found
 
 
-def _number_in(text: str) -> float | None:
+def finite_number(text: str) -> float | None:
+    """The number that a text says; None if it says none, or one that is not finite."""
     try:
         value = float(text)
     except ValueError:

@@ -49,7 +49,8 @@ from verl_lightning.needs import (
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
-from verl_lightning.run_folders import runs_folder, version_of
+from verl_lightning.run_folders import runs_folder
+from verl_lightning.run_records import version_of
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 from verl_lightning.trainer_numbers import wrong_numbers

@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from verl_lightning.compat.lightning import chosen_version, name_wandb_run
 from verl_lightning.loggers import ResumableCSVLogger
-from verl_lightning.run_folders import name_of, version_of
-from verl_lightning.run_records import CONFIG_FILE, RECORD_FILE, stem_of, timed_name, wrong_name
+from verl_lightning.run_folders import name_of
+from verl_lightning.run_records import CONFIG_FILE, RECORD_FILE, stem_of, timed_name, version_of, wrong_name
 
 
 def with_own_logger(loggers: Logger | Sequence[Logger] | bool | None, root: str) -> list[Logger]:
