@@ -22,6 +22,12 @@ from urllib.parse import urlsplit
 MEGATRON_VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
 """Beginning that the version of each package must have."""
 
+NOT_INSTALLED = "none"
+"""Version of a distribution that is not there."""
+
+INSTALL_AGENTS = "Install it: `pip install 'verl-lightning[agents]'`."
+"""Way out where a package of the extra ``agents`` is missing."""
+
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -266,11 +272,11 @@ def missing_megatron() -> str | None:
 
 
 def installed_version(package: str) -> str:
-    """Returns the version of a distribution; ``none`` if it is not installed."""
+    """Returns the version of a distribution; `NOT_INSTALLED` if it is not there."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return NOT_INSTALLED
 
 
 def missing_accelerator(name: str) -> str | None:

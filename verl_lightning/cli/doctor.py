@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
-from verl_lightning.needs import MEGATRON_VERSIONS, has_package
+from verl_lightning.needs import MEGATRON_VERSIONS, NOT_INSTALLED, has_package, installed_version
 
 PACKAGE = "verl-lightning"
 
@@ -96,12 +96,8 @@ def extra_of(marker: Marker | None) -> bool:
 
 def installed(name: str) -> str | None:
     """Version of a distribution, or of another one that brings the same package; None if there is none."""
-    for candidate in (name, *OTHER_NAMES.get(name, ())):
-        try:
-            return importlib.metadata.version(candidate)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    versions = map(installed_version, (name, *OTHER_NAMES.get(name, ())))
+    return next((version for version in versions if version != NOT_INSTALLED), None)
 
 
 def examine_package(name: str, *, fix: str) -> Finding:

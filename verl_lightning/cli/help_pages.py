@@ -45,7 +45,7 @@ More help:
 """
 
 TASKS = {"fit": "Trains", "validate": "Evaluates on the validation data", "test": "Evaluates on the test data"}
-"""What each subcommand does."""
+"""Description of each subcommand."""
 
 SHORT = """\
 usage: verl-fit {command} --config FILE_OR_NAME [--KEY VALUE ...]

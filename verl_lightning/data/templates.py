@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, chat_template
 from verl_lightning.data.files import Row
+from verl_lightning.data.images import IMAGE_COLUMNS
 from verl_lightning.data.messages import KNOWN_KEYS, Message
 from verl_lightning.data.written import Tools, pieces_of
 from verl_lightning.data.written_check import structural_complaint
 
-_IMAGE_COLUMNS = ("images", "image")
 _MEDIA_COLUMNS = ("videos", "video", "audios", "audio", "mm_token_type_ids", "multi_modal_data")
 
 _TEXT_ALONE = (
@@ -160,7 +160,7 @@ def refuse_media(row: Row, reason: str, *, images: bool = True) -> None:
     Raises:
         ValueError: If one of these columns is not empty.
     """
-    for column in (*_IMAGE_COLUMNS, *_MEDIA_COLUMNS) if images else _MEDIA_COLUMNS:
+    for column in (*IMAGE_COLUMNS, *_MEDIA_COLUMNS) if images else _MEDIA_COLUMNS:
         if row.values.get(column):
             raise ValueError(f"The column `{column}` in {row.name} is not empty, but {reason}")
 

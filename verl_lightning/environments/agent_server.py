@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_lightning.environments.agent_session import AgentSession
 from verl_lightning.environments.openai_api import APIError, APIRequest, Choice, Kind, answer_body, events, read_request
-from verl_lightning.needs import missing_package
+from verl_lightning.needs import INSTALL_AGENTS, missing_package
 from verl_lightning.processes import loopback
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_BODY = 2**26  # bytes of a request
-_INSTALL = "Install it: `pip install 'verl-lightning[agents]'`."
 
 
 class AgentServer:
@@ -52,7 +51,7 @@ class AgentServer:
         Raises:
             ValueError: If aiohttp is not installed.
         """
-        if (complaint := missing_package("`rollout.environment.agent`", "aiohttp", _INSTALL)) is not None:
+        if (complaint := missing_package("`rollout.environment.agent`", "aiohttp", INSTALL_AGENTS)) is not None:
             raise ValueError(complaint)
         from aiohttp import web
 

@@ -12,13 +12,12 @@ from typing import Any
 from verl_lightning.environments.agent_server import AgentServer
 from verl_lightning.environments.agent_session import AgentSession, Speaker
 from verl_lightning.environments.workers import Answer, Workers
-from verl_lightning.needs import missing_package
+from verl_lightning.needs import INSTALL_AGENTS, missing_package
 from verl_lightning.rewards.loading import find_object
 from verl_lightning.rollout.base import Request
 from verl_lightning.types import Episode
 
 _WAYS_OUT = "Give an import path such as `package.module.agent`, or a file such as `path/to/file.py:agent`."
-_INSTALL = "Install it: `pip install 'verl-lightning[agents]'`."
 
 
 @dataclass(kw_only=True)
@@ -53,7 +52,7 @@ class Agent:
             inspect.signature(found).bind(None, None)
         except TypeError as error:
             raise ValueError(f"`{self.key}.agent` must take a client and a row: {error}.") from None
-        if (complaint := missing_package(f"`{self.key}.agent`", "openai", _INSTALL)) is not None:
+        if (complaint := missing_package(f"`{self.key}.agent`", "openai", INSTALL_AGENTS)) is not None:
             raise ValueError(complaint)
         self.workers = Workers([given], variables=self.variables, key=f"{self.key}.agent")
 

@@ -22,7 +22,7 @@ from verl_lightning.data.messages import Message
 from verl_lightning.environments.tool_calls import MalformedCall, Reply, ToolCall
 from verl_lightning.environments.workers import Answer, Workers
 from verl_lightning.faults import closest
-from verl_lightning.needs import missing_package
+from verl_lightning.needs import INSTALL_AGENTS, missing_package
 from verl_lightning.rewards.loading import find_object
 
 TIMEOUT = 30.0
@@ -32,7 +32,6 @@ ToolLike = str | Callable[..., Any]
 """A function or method, or the name of a function; where they mix with others, a `Tool` too."""
 
 _WAYS_OUT = "Give an import path such as `package.module.function`, or a file such as `path/to/file.py:function`."
-_INSTALL = "Install it: `pip install 'verl-lightning[agents]'`."
 
 
 class Tool(ABC):
@@ -183,7 +182,7 @@ class Toolbox:
     by_name: dict[str, Tool] = field(init=False)
 
     def __post_init__(self) -> None:
-        if (complaint := missing_package("Tools", "jsonschema", _INSTALL)) is not None:
+        if (complaint := missing_package("Tools", "jsonschema", INSTALL_AGENTS)) is not None:
             raise ValueError(complaint)
         self.by_name = {tool.name: tool for tool in self.tools}
         if len(self.by_name) < len(self.tools):

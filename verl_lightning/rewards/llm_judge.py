@@ -7,7 +7,7 @@ import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from verl_lightning.needs import missing_package
+from verl_lightning.needs import INSTALL_AGENTS, missing_package
 from verl_lightning.rewards.base import RewardSample
 
 TEMPLATE = (
@@ -16,7 +16,6 @@ TEMPLATE = (
 )
 """Question to the judge unless another is given."""
 
-_INSTALL = "Install it: `pip install 'verl-lightning[agents]'`."
 _ATTEMPTS = 3
 _BUSY = {408, 409, 429, 500, 502, 503, 504}  # statuses after which asking again may help
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
@@ -99,7 +98,7 @@ def _verdict(answer: Any) -> str:
 
 def _session() -> Any:
     """Returns the session of this event loop, with as many connections at once as are asked for."""
-    if (complaint := missing_package("`llm_judge`", "aiohttp", _INSTALL)) is not None:
+    if (complaint := missing_package("`llm_judge`", "aiohttp", INSTALL_AGENTS)) is not None:
         raise ValueError(complaint)
     import aiohttp
 

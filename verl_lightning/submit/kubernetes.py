@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import re
 import shlex
@@ -15,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from verl_lightning.cli.arguments import find_config, shipped_configs
 from verl_lightning.launch.options import parse_launch, split_words
+from verl_lightning.needs import NOT_INSTALLED, installed_version
 from verl_lightning.submit.run import Run, check_ray_fits, read_run
 
 DESCRIPTION = """\
@@ -211,10 +211,8 @@ def cluster(options: KubernetesOptions, run: Run, name: str, *, has_files: bool)
 
 def ray_version() -> dict[str, str]:
     """The version of Ray here, which the image should have; empty where Ray is not installed."""
-    try:
-        return {"rayVersion": importlib.metadata.version("ray")}
-    except importlib.metadata.PackageNotFoundError:
-        return {}
+    version = installed_version("ray")
+    return {} if version == NOT_INSTALLED else {"rayVersion": version}
 
 
 def pod(
