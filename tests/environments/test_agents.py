@@ -129,7 +129,7 @@ def test_an_engine_that_fails_ends_the_run_and_not_an_episode():
         raise TimeoutError("the engine is stuck")
 
     with pytest.raises(TimeoutError, match="the engine is stuck"):
-        parts(AGENT, "linear", "late", generate=generate)
+        parts(AGENT, "branched", "late", generate=generate)
 
 
 @pytest.mark.parametrize(
