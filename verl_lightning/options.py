@@ -85,6 +85,31 @@ def typed(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return decorate
 
 
+class Method:
+    """Base of methods that a setting chooses, such as losses; theirs of this package refuse values by their full keys.
+
+    Args:
+        key: Key of the setting, such as ``model.loss``.
+    """
+
+    _key = ""
+
+    def __init_subclass__(cls, *, key: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._key = key or cls._key
+        init = cls.__dict__.get("__init__")
+        if init is None or not cls.__module__.startswith("verl_lightning."):  # whose types may not be resolved
+            return
+        checked = typed(cls._key)(init)
+
+        @functools.wraps(init)
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            with within(cls._key):
+                checked(*args, **kwargs)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+
+
 def take(value: Any, hint: Any, key: str) -> Any:
     """Returns a value as its option has it: a mapping becomes a group, a path text, a list a tuple or the reverse.
 

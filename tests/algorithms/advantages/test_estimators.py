@@ -147,10 +147,10 @@ def test_gdpo_names_the_rewards_that_are_missing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GAE(gamma=1.5), r"`gamma` must be from 0 to 1, got 1\.5"),
-        (lambda: GAE(lam=-0.1), r"`lam` must be from 0 to 1, got -0\.1"),
-        (lambda: ReinforcePlusPlus(gamma=2.0), r"`gamma` must be from 0 to 1"),
-        (lambda: GDPO(weights={}), r"`weights` must name at least one"),
+        (lambda: GAE(gamma=1.5), r"`model.advantage.gamma` must be from 0 to 1, got 1\.5"),
+        (lambda: GAE(lam=-0.1), r"`model.advantage.lam` must be from 0 to 1, got -0\.1"),
+        (lambda: ReinforcePlusPlus(gamma=2.0), r"`model.advantage.gamma` must be from 0 to 1"),
+        (lambda: GDPO(weights={}), r"`model.advantage.weights` must name at least one"),
     ],
 )
 def test_bad_options_are_refused(make, message):

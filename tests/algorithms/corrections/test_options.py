@@ -87,10 +87,13 @@ def test_metrics_show_what_a_correction_does():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TruncatedImportanceSampling(cap=0.0), r"`cap` must be above 0"),
-        (lambda: IcePop(low=2.0, high=1.0), r"`low` must be at least 0 and below `high`, got 2\.0 and 1\.0"),
-        (lambda: Rejection(low=1.0, high=1.0), r"`low` must be below `high`"),
-        (lambda: Rejection("k1", "sequence-max"), r"use `k2` or `k3`"),
+        (lambda: TruncatedImportanceSampling(cap=0.0), r"`model.corrections.cap` must be above 0"),
+        (
+            lambda: IcePop(low=2.0, high=1.0),
+            r"`model.corrections.low` must be at least 0 and below `high`, got 2",
+        ),
+        (lambda: Rejection(low=1.0, high=1.0), r"`model.corrections.low` must be below `high`"),
+        (lambda: Rejection("k1", "sequence-max"), r"`model.corrections.statistic: k1` .* Use `k2` or `k3`"),
     ],
 )
 def test_bad_options_are_refused(make, message):

@@ -138,18 +138,21 @@ def test_for_step_leaves_the_configured_loss_alone():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PPOClip(clip_low=1.0), r"`clip_low` must be from 0 to below 1, got 1\.0"),
-        (lambda: PPOClip(clip_high=-0.1), r"`clip_high` must not be negative, got -0\.1"),
-        (lambda: PPOClip(dual_clip=1.0), r"`dual_clip` must be above 1, got 1\.0; `\.inf` turns it off"),
-        (lambda: CISPO(clip_low=1.1), r"`clip_low` must be from 0 to 1, got 1\.1"),
-        (lambda: GeoMean(clip_low=-1.0), r"`clip_low` must not be negative"),
-        (lambda: SAPO(temperature_positive=0.0), r"`temperature_positive` must be above 0"),
-        (lambda: VESPO(decay_negative=0.0), r"`decay_negative` must be above 0"),
-        (lambda: DRO(beta=-1.0), r"`beta` must not be negative"),
-        (lambda: DPPOTV(max_ratio=1.0), r"`max_ratio` must be above 1"),
-        (lambda: DPPOKL(bound_high=-1.0), r"`bound_high` must not be negative"),
-        (lambda: ClipCov(covariance_low=5.0), r"`covariance_low` must be below `covariance_high`"),
-        (lambda: KLCov(fraction=0.0), r"`fraction` must be above 0 and at most 1"),
+        (lambda: PPOClip(clip_low=1.0), r"`model.policy_loss.clip_low` must be from 0 to below 1, got 1\.0"),
+        (lambda: PPOClip(clip_high=-0.1), r"`model.policy_loss.clip_high` must not be negative, got -0\.1"),
+        (
+            lambda: PPOClip(dual_clip=1.0),
+            r"`model.policy_loss.dual_clip` must be above 1, got 1\.0; `\.inf` turns",
+        ),
+        (lambda: CISPO(clip_low=1.1), r"`model.policy_loss.clip_low` must be from 0 to 1, got 1\.1"),
+        (lambda: GeoMean(clip_low=-1.0), r"`model.policy_loss.clip_low` must not be negative"),
+        (lambda: SAPO(temperature_positive=0.0), r"`model.policy_loss.temperature_positive` must be above 0"),
+        (lambda: VESPO(decay_negative=0.0), r"`model.policy_loss.decay_negative` must be above 0"),
+        (lambda: DRO(beta=-1.0), r"`model.policy_loss.beta` must not be negative"),
+        (lambda: DPPOTV(max_ratio=1.0), r"`model.policy_loss.max_ratio` must be above 1"),
+        (lambda: DPPOKL(bound_high=-1.0), r"`model.policy_loss.bound_high` must not be negative"),
+        (lambda: ClipCov(covariance_low=5.0), r"`model.policy_loss.covariance_low` must be below `covariance_high`"),
+        (lambda: KLCov(fraction=0.0), r"`model.policy_loss.fraction` must be above 0 and at most 1"),
     ],
 )
 def test_bad_options_are_refused(make, message):

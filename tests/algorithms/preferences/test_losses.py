@@ -132,11 +132,11 @@ def test_rewards_are_what_a_loss_compares():
 @pytest.mark.parametrize("method", METHODS.values())
 def test_options_out_of_range_are_refused_by_name(method):
     for name in inspect.signature(method).parameters:
-        with pytest.raises(ValueError, match=f"`{name}` must"):
+        with pytest.raises(ValueError, match=f"`model.loss.{name}` must"):
             method(**{name: -0.1})
 
 
 @pytest.mark.parametrize("method", [DPO, RobustDPO])
 def test_labels_that_say_nothing_are_refused(method):
-    with pytest.raises(ValueError, match=r"`label_smoothing` must be from 0 to below 0.5, got 0.5"):
+    with pytest.raises(ValueError, match=r"`model.loss.label_smoothing` must be from 0 to below 0.5, got 0.5"):
         method(label_smoothing=0.5)

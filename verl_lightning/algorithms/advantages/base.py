@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.masking import sequence_sum
+from verl_lightning.options import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class AdvantageOutputs:
     """Targets of the critic's values, in units of reward; None without a critic."""
 
 
-class AdvantageEstimator(ABC):
+class AdvantageEstimator(Method, ABC, key="model.advantage"):
     """Turns rewards into the advantage of each response token."""
 
     needs_critic: ClassVar[bool] = False

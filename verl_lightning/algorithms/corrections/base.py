@@ -15,6 +15,7 @@ from verl_lightning.functional.mismatch import (
     mismatch_log_ratio,
     probability_error,
 )
+from verl_lightning.options import Method
 
 TokenValues = Float[Tensor, "batch response"]
 """A value per response token, 0 where masked."""
@@ -31,7 +32,7 @@ class Corrected:
     """The response mask without rejected tokens, which then count in no denominator."""
 
 
-class RolloutCorrection(ABC):
+class RolloutCorrection(Method, ABC, key="model.corrections"):
     """Corrects for the difference between the engine's policy and the trainer's."""
 
     @abstractmethod

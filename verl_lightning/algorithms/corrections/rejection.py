@@ -95,7 +95,9 @@ class Rejection(RolloutCorrection):
         if low >= high:
             raise ValueError(f"`low` must be below `high`, got {low} and {high}.")
         if statistic == "k1" and level == "sequence-max":
-            raise ValueError("`k1` may be negative, so its maximum bounds one side only: use `k2` or `k3`.")
+            raise ValueError(
+                "`statistic` may be negative if it is `k1`, whose maximum bounds one side only: use `k2` or `k3`."
+            )
         self.statistic = statistic
         self.level = level
         self.low = low

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from verl_lightning.functional.kl import kl_k1
+from verl_lightning.options import Method
 from verl_lightning.types import Experience
 
 TokenValues = Float[Tensor, "batch response"]
@@ -18,7 +19,7 @@ LossAndMetrics = tuple[TokenValues, dict[str, TokenValues]]
 """A loss per token and metrics per token by name."""
 
 
-class PolicyLoss(ABC):
+class PolicyLoss(Method, ABC, key="model.policy_loss"):
     """Loss that the policy minimises, per response token."""
 
     @abstractmethod

@@ -9,6 +9,8 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from verl_lightning.options import Method
+
 ExampleValues = Float[Tensor, " examples"]
 """A value per example: of a pair, or of a response that has a label."""
 
@@ -45,7 +47,7 @@ class Responses:
         return self.log_probs / self.lengths
 
 
-class PreferenceLoss(ABC):
+class PreferenceLoss(Method, ABC, key="model.loss"):
     """Loss that a policy minimises on preferred and rejected responses, one value an example."""
 
     needs_reference: ClassVar[bool] = True
