@@ -24,6 +24,18 @@ _GENERATION_MARK = re.compile(r"{%-?\s*generation\s*-?%}")
 WORD, OTHER_WORD, KEY = "zq0qz", "zq00qz", "zq000qz"
 USER: Message = {"role": "user", "content": OTHER_WORD}
 
+CALL_ID = "call12345"  # as long as Mistral's template wants it
+RESULT: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": OTHER_WORD}
+
+
+def sample_call(arguments: Any) -> dict[str, Any]:
+    """Returns an assistant's call of a tool ``f``, to see what a template makes of it.
+
+    Args:
+        arguments: Arguments of the call, as an object or as JSON text.
+    """
+    return {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": arguments}}
+
 
 class ChatTemplate:
     """A chat template and the special tokens that it is rendered with.
@@ -120,8 +132,8 @@ class ChatTemplate:
 
     def _call_text(self, no_text: Message, form: str) -> str:
         arguments: Any = {KEY: WORD} if form == "object" else json.dumps({KEY: WORD})
-        call = {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": arguments}}
-        text = self._tried([self._content(USER), {"role": "assistant", **no_text, "tool_calls": [call]}])
+        calls = [sample_call(arguments)]
+        text = self._tried([self._content(USER), {"role": "assistant", **no_text, "tool_calls": calls}])
         # Python's way to write a dict, a text that is encoded twice, and `content: null` as a text are no way to write.
         wrong = (str({KEY: WORD}), f'\\"{KEY}', "None")
         return text if WORD in text and KEY in text and not any(form in text for form in wrong) else ""

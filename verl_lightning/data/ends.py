@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from verl_lightning.data.chat_template import OTHER_WORD, TEMPLATE_ERRORS, USER, WORD, ChatTemplate
+from verl_lightning.data.chat_template import OTHER_WORD, RESULT, TEMPLATE_ERRORS, USER, WORD, ChatTemplate, sample_call
 from verl_lightning.data.messages import Message
 
 ANSWER: Message = {"role": "assistant", "content": WORD}
@@ -105,8 +105,7 @@ class EndFinder:
 
     def _opening_tool(self) -> str | None:
         alone = self._after_calls([_call(WORD)])
-        result = {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": OTHER_WORD}
-        followed = self._after_calls([_call(WORD)], result)
+        followed = self._after_calls([_call(WORD)], RESULT)
         return self.first_token(followed[len(alone) :]) if followed.startswith(alone) else None
 
 
@@ -118,4 +117,4 @@ def find_ends(template: ChatTemplate, eos_token: str | None) -> tuple[EndFinder,
 
 
 def _call(word: str) -> dict[str, Any]:
-    return {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {"a": word}}}
+    return sample_call({"a": word})

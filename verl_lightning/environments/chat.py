@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_lightning.data.chat_template import KEY, USER, WORD
+from verl_lightning.data.chat_template import KEY, RESULT, USER, WORD, sample_call
 from verl_lightning.data.ends import ANSWER, find_ends
 from verl_lightning.data.files import Row
 from verl_lightning.data.messages import Message, clean_messages
@@ -137,9 +137,8 @@ class Chat:
         Args:
             role: Role of the reply.
         """
-        call = {"type": "function", "id": "call12345", "function": {"name": "f", "arguments": {}}}
-        calls = {"tool_calls": [call]} if role == "tool" else {}
-        reply = USER if role == "user" else {**USER, "role": "tool", "tool_call_id": "call12345", "name": "f"}
+        calls = {"tool_calls": [sample_call({})]} if role == "tool" else {}
+        reply = USER if role == "user" else RESULT
         prompt = self._renderer.render([USER], add_generation_prompt=True)
         text = self._renderer.render([USER, {**ANSWER, **calls}, reply], add_generation_prompt=True)
         if not text.startswith(prompt):

@@ -6,7 +6,7 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_lightning.data.chat_template import KEY, OTHER_WORD, TEMPLATE_ERRORS, USER, WORD, chat_template
+from verl_lightning.data.chat_template import KEY, OTHER_WORD, TEMPLATE_ERRORS, USER, WORD, chat_template, sample_call
 from verl_lightning.environments.call_formats import FORMATS
 from verl_lightning.environments.tool_calls import MalformedCall, Reply, ToolCall, ToolCallFormat, call_from_json
 
@@ -95,7 +95,7 @@ def _bare(call: ToolCall) -> ToolCall:
 def _written_call(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the template writes for an assistant that calls a tool; empty if it writes no call."""
     template = chat_template(tokenizer, [])
-    call = {"type": "function", "id": "call12345", "function": {"name": _PROBE.name, "arguments": _PROBE.arguments}}
+    call = sample_call(dict(_PROBE.arguments))
     try:
         prompt = template.render([USER], prompt=True)
         whole = template.render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
