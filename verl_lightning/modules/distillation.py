@@ -17,6 +17,7 @@ from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.resume_checks import Identity
 from verl_lightning.modules.teacher import Rows, Teachers, check_heads, check_teachers
 from verl_lightning.modules.teacher_config import TeacherConfig
+from verl_lightning.telemetry.speed import Work, scoring_work
 from verl_lightning.types import BatchT
 
 
@@ -41,6 +42,15 @@ class Distillation:
             ModelRole(name, config, "policy", False, "model.teacher", is_kept=is_kept and name == "teacher")
             for name, config in self._configs.items()
         ]
+
+    def work(self, policy: TokenScorer) -> list[Work]:
+        """Returns the matrix products of the teacher; none where it is not one on these devices that reads all tokens.
+
+        Args:
+            policy: The student, which may teach itself.
+        """
+        models = [policy] if self.config.is_policy else list(self._models.values())
+        return [scoring_work("teacher_infer", "teacher", model) for model in models if not self.config.by_source]
 
     def check(self, module: PostTrainingModule) -> None:
         """Refuses teachers that the policy can't be compared with, before any is loaded."""

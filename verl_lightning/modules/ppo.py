@@ -201,7 +201,7 @@ class PPOModule(TaughtModule, SamplingModule):
     @cached_property
     @override
     def work(self) -> list[Work]:
-        """Matrix products of the actor, the reference and the critic."""
+        """Matrix products of the actor, the reference, the teacher and the critic."""
         reference = self._reference[0] if self._reference else self.policy
         work = [
             training_work("actor", "update_actor", self.policy).times(self.update.epochs),
@@ -209,6 +209,8 @@ class PPOModule(TaughtModule, SamplingModule):
         ]
         if self.kl is not None:
             work.append(scoring_work("ref", "ref", reference))
+        if self.distillation is not None:
+            work += self.distillation.work(self.policy)
         if self.critic is not None and self.critic_config is not None:
             work.append(scoring_work("critic_infer", "values", self.critic))
             work.append(training_work("critic", "update_critic", self.critic).times(self.critic_config.epochs))
