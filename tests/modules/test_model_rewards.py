@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, seed_everything
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
@@ -111,6 +112,18 @@ def test_a_policy_learns_from_a_reward_model(tmp_path, tiny_folder, reward_folde
 
     rewards = recorder.column("critic/score/mean")
     assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
+def test_it_judges_on_a_device_of_its_own(tmp_path, tiny_folder, reward_folder, prompt_file):
+    """On the one that there is here; that others are refused is all that a CPU can show."""
+    model = RewardModelConfig(path=str(reward_folder), devices=["cpu"])
+    (scored,), _ = judged(tmp_path, tiny_folder, prompt_file, RewardConfig(model=model))
+    assert_close(scored.reward_result.rewards, by_transformers(reward_folder, scored.rollout), rtol=1e-4, atol=1e-5)
+
+    for devices, told in {("cuda:99",): "there is no device `cuda:99`", ("nowhere",): "there is no device"}.items():
+        reward = RewardConfig(model=RewardModelConfig(path=str(reward_folder), devices=list(devices)))
+        with pytest.raises(MisconfigurationException, match=f"`model.reward.model.devices`: {told}"):
+            judged(tmp_path, tiny_folder, prompt_file, reward)
 
 
 def test_a_language_model_is_no_reward_model(tmp_path, tiny_folder, prompt_file):

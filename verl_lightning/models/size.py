@@ -36,6 +36,9 @@ class ModelRole(NamedTuple):
     is_kept: bool = False
     """True if the weights change without an optimizer, so that checkpoints must hold them."""
 
+    is_elsewhere: bool = False
+    """True if the model is on other devices than the trainer's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:

@@ -1,4 +1,4 @@
-"""Rewards of a reward model that runs on the trainer's devices: of whole responses, or of each of their steps."""
+"""Rewards of a reward model on the trainer's devices or beside them: of whole responses, or of each of their steps."""
 
 from __future__ import annotations
 
@@ -93,9 +93,13 @@ class ModelRewards(NamedTuple):
         )
         splitter = BatchSplitter(contract=self.contract, micro_batch_size=self.config.micro_batch_size, max_tokens=None)
         (split,) = splitter.split(self.model, [batch])
-        values = split.join(self.contract.forward(self.model, split.parts)).values
+        parts = split.parts
+        if self.config.devices:
+            place = next(self.model.parameters()).device
+            parts = [part.to(place) for part in parts]
+        values = split.join(self.contract.forward(self.model, parts)).values
         assert values is not None
-        return values
+        return values.to(real.device)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -112,7 +116,32 @@ class ModelRewards(NamedTuple):
 def reward_role(config: RewardModelConfig) -> ModelRole:
     """The role of a reward model."""
     model = ModelConfig(path=config.path, dtype=config.dtype)
-    return ModelRole("reward model", model, "value", trainable=False, key=KEY)
+    return ModelRole("reward model", model, "value", trainable=False, key=KEY, is_elsewhere=bool(config.devices))
+
+
+def own_device(config: RewardModelConfig, local_rank: int) -> torch.device | None:
+    """Returns the device beside the trainer's on which a rank has its reward model; None for the trainer's own.
+
+    Args:
+        config: Options.
+        local_rank: Number of the rank among those of its node.
+
+    Raises:
+        MisconfigurationException: If none is named for this rank, or it sees no such device.
+    """
+    if not config.devices:
+        return None
+    if local_rank >= len(config.devices):
+        raise MisconfigurationException(
+            f"`{KEY}.devices` names {len(config.devices)}, but this node has a training process with local rank"
+            f" {local_rank}. Name one for each."
+        )
+    name = config.devices[local_rank]
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch has no such back end
+        reason = str(error).partition("\n")[0]
+        raise MisconfigurationException(f"`{KEY}.devices`: there is no device `{name}` ({reason}).") from error
 
 
 def check_reward_model(
@@ -129,9 +158,10 @@ def check_reward_model(
         MisconfigurationException: If the strategy can't do what is asked.
         ValueError: If the model does not fit.
     """
-    if config.offload and not contract.holds_whole_models:
+    moved = "offload" if config.offload else "devices" if config.devices else None
+    if moved is not None and not contract.holds_whole_models:
         raise MisconfigurationException(
-            f"`{KEY}.offload` moves a whole model, but this strategy spreads models over ranks. Leave it out."
+            f"`{KEY}.{moved}` moves a whole model, but this strategy spreads models over ranks. Leave it out."
         )
     score = stored_weight(config.path, SCORE)
     if score is None or score.shape[0] != 1:

@@ -19,7 +19,7 @@ from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import Judge, RewardResult, response_texts, unjudged
-from verl_lightning.modules.model_rewards import ModelRewards, check_reward_model, reward_role
+from verl_lightning.modules.model_rewards import ModelRewards, check_reward_model, own_device, reward_role
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.modules.resume_checks import Identity, reward_identities
 from verl_lightning.modules.validation import ScoredResponse, scored_responses, validation_metrics
@@ -191,14 +191,18 @@ class SamplingModule(PostTrainingModule):
 
     def make_reward_model(self) -> None:
         """Makes the reward model, where there is one. Collective; called in ``configure_model``."""
-        for role in self.reward_roles:
-            assert self.reward_config is not None
-            assert self.reward_config.model is not None
-            with told_of(role.key):
-                check_reward_model(self.reward_config.model, self.tokenizer, self.contract)
-                model = self.contract.make_model(role.config, role.head, trainable=False)
-            model.disable_dropout()
-            self._model_rewards = ModelRewards(self.reward_config.model, model, self.tokenizer, self.contract)
+        config = None if self.reward_config is None else self.reward_config.model
+        if config is None:
+            return
+        role = reward_role(config)
+        with told_of(role.key):
+            check_reward_model(config, self.tokenizer, self.contract)
+            place = own_device(config, self.trainer.local_rank)
+            model = self.contract.make_model(role.config, role.head, trainable=False)
+        model.disable_dropout()
+        if place is not None:
+            model.to(place)
+        self._model_rewards = ModelRewards(config, model, self.tokenizer, self.contract)
 
     @override
     def setup(self, stage: str) -> None:

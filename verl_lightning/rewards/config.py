@@ -50,7 +50,7 @@ class WeightedReward(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Options, key="model.reward.model"):
-    """A reward model on the trainer's devices, spread as the policy is."""
+    """A reward model on the trainer's devices, spread as the policy is, or on others."""
 
     path: str
     """Folder or hub name of a sequence classifier with one label and the policy's tokens, such as `RewardModule`
@@ -69,10 +69,19 @@ class RewardModelConfig(Options, key="model.reward.model"):
     offload: bool = False
     """True keeps the model in the host's memory but while it judges; not with strategies that spread models."""
 
+    devices: list[str] = field(default_factory=list)
+    """Device of each local rank's own copy, such as ``[cuda:4, cuda:5]`` beside a trainer on four others; empty is that
+    of the trainer. Not with strategies that spread models."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the stored weights."""
 
     def __post_init__(self) -> None:
+        if self.offload and self.devices:
+            raise ValueError(
+                "`model.reward.model.offload` makes room on the trainer's devices, where the model is not with"
+                " `model.reward.model.devices`. Leave one of them out."
+            )
         if not math.isfinite(self.weight):
             raise ValueError(f"`model.reward.model.weight` must be a finite number, got {self.weight}.")
         if self.micro_batch_size < 1:

@@ -221,6 +221,8 @@ class ModelSizes:
         """Measures the models that a module makes, without making them."""
         sizes, work = {}, None
         for role in module.roles:
+            if role.is_elsewhere:
+                continue
             skeleton = build_skeleton(role.config, role.head, trainable=role.trainable)
             sizes[role.name] = model_size(skeleton)
             work = work or training_work(role.name, "update", skeleton)
@@ -241,6 +243,7 @@ class ModelSizes:
         return {
             role.name: plan(self.sizes[role.name], role.config, tokens, accumulates=accumulates)
             for role in self.module.roles
+            if not role.is_elsewhere
         }
 
 
