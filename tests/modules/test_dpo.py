@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.processes import on_ranks
 from tests.runs import Recorder, make_chats, make_dpo, make_model_config, make_pairs, make_sft, make_trainer
 from tests.tiny import quickstart, write_tiny_folder
 from tests.tolerances import assert_near
@@ -20,6 +22,7 @@ from verl_lightning.algorithms.preferences.dpo import DPO
 from verl_lightning.algorithms.preferences.kto import KTO
 from verl_lightning.algorithms.preferences.simpo import SimPO
 from verl_lightning.models.config import LoraConfig, OptimConfig
+from verl_lightning.modules import RewardModule
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +153,26 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, tiny_folder, pair_f
     assert_close(same, weights, rtol=0, atol=0)
 
 
+def halves(tmp_path, folder, pairs):
+    """Losses and weights of a sharded run, and of one that goes on from its middle."""
+    ended = []
+    for name, saved in {"whole": None, "rest": tmp_path / "whole/saved/step=2.ckpt"}.items():
+        saver = ModelCheckpoint(tmp_path / name / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        sharded = {"strategy": "fsdp", "devices": 2, "max_steps": 4, "enable_checkpointing": True}
+        recorder, weights = fit(tmp_path / name, folder, pairs, saver, ckpt_path=saved, **sharded)
+        whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in weights.items()}
+        ended.append((recorder.column("train/loss")[-2:], whole))
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_resumed_sharded_run_is_the_same_to_the_last_bit(tmp_path, tiny_folder, pair_file):
+    (whole, rest), _ = on_ranks(2, halves, tmp_path, tiny_folder, pair_file)
+    assert rest[0] == whole[0]
+    assert_close(rest[1], whole[1], rtol=0, atol=0)
+
+
 def test_another_reference_or_task_is_not_gone_on_with(tmp_path, tiny_folder, pair_file, chat_file):
     saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1)
     fit(tmp_path, tiny_folder, pair_file, saver, max_steps=1, enable_checkpointing=True)
@@ -170,17 +193,33 @@ def test_a_budget_must_hold_a_pair(tmp_path, tiny_folder, pair_file):
         fit(tmp_path, tiny_folder, pair_file, module={"max_tokens_per_micro_batch": 100})
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_dpo_learns_which_of_two_answers_is_sorted(tmp_path, tiny_folder, seed):
-    """Held-out pairs differ in the order of their digits alone."""
+def accuracy(tmp_path, module, name, seed):
+    """Of a module on held-out pairs that differ in the order of their digits alone."""
     rows = [quickstart.prompt_row(q, split="train", index=i) for i, q in enumerate(quickstart.sort_questions()[:560])]
     pairs = [row for row in map(quickstart.pair_row, rows) if row["chosen"] != row["rejected"]]
     random.Random(seed).shuffle(pairs)
-    for name, part in {"train": pairs[128:], "val": pairs[:128]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    for part, rows in {"train": pairs[128:], "val": pairs[:128]}.items():
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     seed_everything(seed, verbose=False)
-    module = make_dpo(tiny_folder, actor=make_model_config(tiny_folder, lr=3e-3), loss=DPO(beta=0.1))
     data = make_pairs(tmp_path / "train.jsonl", tmp_path / "val.jsonl", batch_size=32, shuffle=True)
     trainer = make_trainer(tmp_path, max_steps=40, val_check_interval=40, check_val_every_n_epoch=None)
     trainer.fit(module, datamodule=data)
-    assert trainer.callback_metrics["val/rewards/accuracies"] > 0.9
+    return trainer.callback_metrics[name].item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dpo_learns_which_of_two_answers_is_sorted(tmp_path, tiny_folder, seed):
+    module = make_dpo(tiny_folder, actor=make_model_config(tiny_folder, lr=3e-3), loss=DPO(beta=0.1))
+    assert accuracy(tmp_path, module, "val/rewards/accuracies", seed) > 0.9
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["IPO", "HingeDPO", "RobustDPO", "SimPO", "ORPO", "RewardModule"])
+def test_all_of_the_family_learn_it(tmp_path, tiny_folder, kind, seed):
+    actor = make_model_config(tiny_folder, lr=3e-3)
+    module = RewardModule(actor) if kind == "RewardModule" else make_dpo(tiny_folder, actor=actor, loss=kind)
+    name = "val/accuracy" if kind == "RewardModule" else "val/rewards/accuracies"
+    found = accuracy(tmp_path, module, name, seed)
+    sys.stdout.write(f"{kind}, seed {seed}: {found:.3f}\n")
+    assert found > 0.9

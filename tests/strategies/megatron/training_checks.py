@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.resume.experiment import read_metrics
-from tests.runs import Recorder, make_chats, make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
+from tests.runs import (
+    Recorder,
+    make_chats,
+    make_dpo,
+    make_model_config,
+    make_pairs,
+    make_ppo,
+    make_prompts,
+    make_rollout,
+    make_trainer,
+)
 from tests.strategies.conformance import Bench, WeightChange
-from verl_lightning.models.config import OptimConfig
+from verl_lightning.algorithms.preferences.kto import KTO
+from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.modules import SFTModule
 from verl_lightning.strategies import STRATEGIES
 
-STEPS = {"grpo": 12, "sft": 16}
+STEPS = {"grpo": 12, "sft": 16, "kto": 6}
 """In which the tiny model learns visibly."""
 
 
@@ -32,14 +44,17 @@ def trainer_of(bench: Bench, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def learn(bench: Bench) -> dict[str, list[float]]:
-    """Curves of the reward under GRPO and of the loss under SFT, at a high learning rate."""
+    """Curves of the reward under GRPO and of the loss under SFT and, of adapters, KTO, at a high learning rate."""
     actor = make_model_config(bench.folder / "model", optim=OptimConfig(lr=1e-2, eps=1e-5))
     recorders = {name: Recorder() for name in STEPS}
     trainer = trainer_of(bench, make_rollout(), recorders["grpo"], max_steps=STEPS["grpo"])
     trainer.fit(make_ppo(bench.folder / "model", actor=actor), datamodule=make_prompts(bench.folder / "prompts.jsonl"))
     trainer = trainer_of(bench, recorders["sft"], max_steps=STEPS["sft"])
     trainer.fit(SFTModule(actor), datamodule=bench.chats(8 // bench.replicas))
-    columns = {"grpo": "critic/score/mean", "sft": "train/loss"}
+    trainer = trainer_of(bench, recorders["kto"], max_steps=STEPS["kto"])
+    pairs = make_pairs(bench.folder / "pairs.jsonl", batch_size=8 // bench.replicas)
+    trainer.fit(make_dpo(actor.path, actor=replace(actor, lora=LoraConfig(rank=4)), loss=KTO()), datamodule=pairs)
+    columns = {"grpo": "critic/score/mean", "sft": "train/loss", "kto": "train/loss"}
     return {name: recorders[name].column(column) for name, column in columns.items()}
 
 
