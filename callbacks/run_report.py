@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.report_page import PAGE_FILE, write_report
+from verl_lightning.callbacks.run_phase import phase_of
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.modules.ending import ending_of
 from verl_lightning.needs import NOT_INSTALLED, installed_version
@@ -66,7 +67,7 @@ class RunReport(Callback):
             self._record = RunRecord(
                 name=folder.absolute().name,
                 started=(old and old.started) or now(),
-                max_steps=trainer.max_steps,
+                max_steps=trainer.max_steps if trainer.max_steps == -1 else first_step(trainer) + trainer.max_steps,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 command=[Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -102,12 +103,15 @@ class RunReport(Callback):
     def _end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         if self._path is None or self._record.state != RUNNING:
             return
-        ending = ending_of(trainer, exception)
+        ending, phase = ending_of(trainer, exception), phase_of(trainer)
+        if phase is not None and phase.finished is not None and not phase.is_last:
+            rank_zero_info(f"Phase `{phase.name}` ended after {trainer.global_step} steps: {ending.words}.")
+            return
         state = ending.code.name.lower()
         self._record = replace(self._record, state=state, ended_by=ending.words, exit_code=int(ending.code))
         self._write(trainer)
         rank_zero_info(
-            f"Run `{self._record.name}` ended after step {trainer.global_step}: {ending.words}."
+            f"Run `{self._record.name}` ended after step {self._record.step}: {ending.words}."
             f"{_lines(self._places(trainer, is_over=True))}"
         )
 
@@ -117,8 +121,8 @@ class RunReport(Callback):
         start = time.monotonic()
         known = {name: trainer.callback_metrics.get(name) for name in (*REWARDS, *LOSSES)}
         newest = {name: float(value) for name, value in known.items() if value is not None}
-        metrics = self._record.metrics | newest
-        self._record = write_record(self._path, replace(self._record, step=trainer.global_step, metrics=metrics))
+        step, metrics = first_step(trainer) + trainer.global_step, self._record.metrics | newest
+        self._record = write_record(self._path, replace(self._record, step=step, metrics=metrics))
         write_report(self._path, self._record)
         end = time.monotonic()
         self._due = end + max(self.every_seconds, (end - start) / LARGEST_SHARE)
@@ -138,6 +142,12 @@ class RunReport(Callback):
             elif isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 places["checkpoint"] = Path(callback.last_model_path or callback.dirpath)
         return {name: path for name, path in places.items() if path.exists() or not is_over}
+
+
+def first_step(trainer: Trainer) -> int:
+    """Steps of the phases of a run before the one that a trainer runs; 0 for a run without phases."""
+    phase = phase_of(trainer)
+    return 0 if phase is None else phase.first_step
 
 
 def environment(trainer: Trainer) -> dict[str, str]:

@@ -27,7 +27,7 @@ FACTS = {
     "seeding",
     "trainer_numbers",
 }
-CLI = {"cli", "launch", "loggers", "migrate", "submit"}
+CLI = {"cli", "launch", "loggers", "migrate", "phases", "submit"}
 BASE = {"functional", "compat"} | FACTS
 ALLOWED = {
     "compat": set(),

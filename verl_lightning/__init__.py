@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ValidationConfig,
     )
     from verl_lightning.modules.teacher_config import TeacherConfig
+    from verl_lightning.phases import Phases
     from verl_lightning.rewards.base import RewardSample
     from verl_lightning.rewards.config import RewardConfig, RewardModelConfig, WeightedReward
     from verl_lightning.rollout.base import SamplingConfig
@@ -130,6 +131,7 @@ _NAMES = {
         "ValidationConfig",
     ),
     "modules.teacher_config": ("TeacherConfig",),
+    "phases": ("Phases",),
     "rewards": ("RewardSample",),
     "rewards.config": ("RewardConfig", "RewardModelConfig", "WeightedReward"),
     "rollout.base": ("SamplingConfig",),

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.core.saving import save_hparams_to_yaml
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import Tensor
 from typing_extensions import override
@@ -107,6 +108,21 @@ class ResumableCSVLogger(OwnWriterLogger):
             write_rows(Path(writer.metrics_file_path), kept, writer.metrics_keys)
             self._old_rows = []
         super().log_metrics(dict(metrics), step)
+
+
+def count_steps_from(logger: Logger, first_step: int) -> None:
+    """Has a logger count steps from another one than 0: those of a trainer that goes on where others have ended.
+
+    Args:
+        logger: Logger of any kind.
+        first_step: Number that is added to the step of what is logged from now on.
+    """
+    own = type(logger).log_metrics
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        own(logger, metrics, None if step is None else step + first_step)
+
+    vars(logger)["log_metrics"] = log_metrics
 
 
 class WholeFileWriter(KeepingWriter):

@@ -17,6 +17,10 @@ CHECKPOINTS = "checkpoints"
 """Folder in a run's, by Lightning, for the checkpoints of a `ModelCheckpoint` without ``dirpath``."""
 
 
+PHASES = "phases"
+"""Folder in a run's, with one for each phase of a run that has several."""
+
+
 def run_folder(trainer: Trainer) -> str:
     """The folder in which a run's checkpoints lie; for W&B it differs from ``trainer.log_dir``."""
     logger = trainer.logger
@@ -59,7 +63,7 @@ class LastCheckpoint:
 def newest_run(trainer: Trainer, name: str | None = None) -> LastCheckpoint | None:
     """Finds the newest checkpoint of the newest run that has one, or of the run of a name; None if there is none."""
     runs = list(known_runs(trainer, name))
-    with_checkpoint = {run: max(found, key=rank) for run in runs if (found := checkpoints_in(run / CHECKPOINTS))}
+    with_checkpoint = {run: max(found, key=rank) for run in runs if (found := checkpoints_of(run))}
     if not with_checkpoint:
         return None
     ages = {run: age(run, read_record(run)) for run in runs}
@@ -84,6 +88,12 @@ def known_runs(trainer: Trainer, name: str | None) -> Iterator[Path]:
             yield parent / (name_of(version) if name is None else name)
         else:
             yield from (path for path in parent.glob("*") if path.is_dir())
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Checkpoints of a run, and of the phases of one that has several."""
+    folders = (run / CHECKPOINTS, *run.glob(f"{PHASES}/*/{CHECKPOINTS}"))
+    return [path for folder in folders for path in checkpoints_in(folder)]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

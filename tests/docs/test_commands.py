@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.toy import ParsedCLI
 from verl_lightning.cli import normalize_arguments
+from verl_lightning.cli.phase_settings import split_phases
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md"), *ROOT.glob("docs/*.md")]
@@ -78,7 +79,13 @@ def check_fit(words: list[str]) -> None:
         if passed_on:
             ParsedCLI([*normalize_arguments(shlex.split(passed_on)), *HERE])
     elif words[-1] not in ("--help", "--version"):
-        ParsedCLI([*normalize_arguments([AFTER_A_RUN.get(word, word) for word in words]), *HERE])
+        arguments = normalize_arguments([AFTER_A_RUN.get(word, word) for word in words])
+        phases = split_phases(arguments)
+        if phases is None:
+            ParsedCLI([*arguments, *HERE])
+        for phase in phases or ():
+            with phase.words() as own:
+                ParsedCLI([*own, *HERE])
 
 
 def check_make(words: list[str]) -> None:

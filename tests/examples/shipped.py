@@ -55,7 +55,9 @@ def shipped_files(strategy: str) -> list[str]:
     """
     elsewhere = {"ray", "agents", "vision"} | (set() if strategy == "auto" else {"recipes"})
     paths = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
-    files = sorted(str(path.relative_to(ROOT)) for path in paths if path.parent.name not in elsewhere)
+    files = sorted(
+        str(path.relative_to(ROOT)) for path in paths if path.parent.name not in elsewhere and path.stem != "phases"
+    )
     return [file for file in files if strategy != "megatron" or not has_teacher(file)]  # which Megatron refuses
 
 

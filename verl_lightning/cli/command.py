@@ -13,6 +13,7 @@ from typing import NoReturn
 from verl_lightning import __version__
 from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments, shipped_configs
 from verl_lightning.cli.help_pages import HELP, short_help, without_all
+from verl_lightning.cli.phase_settings import PhaseSettings, split_phases
 from verl_lightning.faults import cause_for_user, is_of_collective
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
@@ -60,20 +61,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.excepthook = show_error
     try:
         arguments = normalize_arguments(argv)
+        phases = split_phases(arguments)
         # Else nothing would be gained, and classes that no setting names may have been imported.
         if "lightning.pytorch" not in sys.modules:
-            from verl_lightning.cli.preflight import check_settings  # late: the answers above do without
-
-            check_settings(arguments)
+            check_all(arguments, phases)
     except (FileNotFoundError, ValueError) as error:
         fail(str(error))
 
     peers.join()
     stop_listening = listen(EndSoon())
     try:
-        run(arguments)
+        run(arguments, phases)
     finally:
         stop_listening()
+
+
+def check_all(arguments: Sequence[str], phases: Sequence[PhaseSettings] | None) -> None:
+    """Refuses settings that can't be read, or that ask for what this machine has not.
+
+    Args:
+        arguments: From `normalize_arguments`.
+        phases: From `split_phases`.
+
+    Raises:
+        ValueError: If the real parser or the run is certain to refuse them.
+    """
+    from verl_lightning.cli.preflight import check_settings  # late: other subcommands do without
+
+    if phases is None:
+        check_settings(arguments)
+    for phase in phases or ():
+        with phase.words() as words:
+            check_settings(words)
 
 
 def answer(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoReturn:
@@ -90,19 +109,22 @@ def answer(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoR
     raise SystemExit(0)
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Runs a subcommand of LightningCLI.
+def run(arguments: Sequence[str], phases: Sequence[PhaseSettings] | None = None) -> None:
+    """Runs a subcommand of LightningCLI, or several fits one after the other.
 
     Args:
         arguments: From `normalize_arguments`.
+        phases: From `split_phases`.
 
     Raises:
         SystemExit: With an exit code that tells how it ended, unless that is 0.
     """
-    from verl_lightning.cli.lightning_cli import CLI  # late: other subcommands need neither torch nor Lightning
+    # Late: other subcommands need neither torch nor Lightning.
+    from verl_lightning.cli.lightning_cli import CLI
+    from verl_lightning.cli.phases import fit_phases
 
     try:
-        cli = CLI(arguments)
+        cli = CLI(arguments) if phases is None else fit_phases(phases)
     except SystemExit as end:
         peers.fail(end.code if isinstance(end.code, int) else ExitCode.FAILED)
         if isinstance(end.__context__, KeyboardInterrupt):  # of which Lightning makes an ordinary failure

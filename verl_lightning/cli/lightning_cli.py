@@ -49,7 +49,7 @@ from verl_lightning.needs import (
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
-from verl_lightning.run_folders import runs_folder
+from verl_lightning.run_folders import LastCheckpoint, runs_folder
 from verl_lightning.run_records import version_of
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
@@ -89,6 +89,7 @@ class CLI(OpenCLI):
 
     def __init__(self, args: Sequence[str] | Mapping[str, Any] | Namespace | None = None, *, run: bool = True) -> None:
         self.runs = run
+        self.last: LastCheckpoint | None = None  # what `--ckpt_path last` has found
         words, settings = sys.argv[1:] if args is None else [], None
         if isinstance(args, (Mapping, Namespace)):
             self._command, settings = split_settings(args)
@@ -212,7 +213,7 @@ class CLI(OpenCLI):
         except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
             self.parser.error(of_trainer(str(error), trainer.keys()))
         self._tell_of_unused_groups(made)
-        self._choose_folder(made)
+        self.choose_folder(made)
         return made
 
     @property
@@ -220,7 +221,7 @@ class CLI(OpenCLI):
         """True where the run may write to a folder that holds a run."""
         return self.setting("ckpt_path") is not None
 
-    def _choose_folder(self, trainer: Trainer) -> None:
+    def choose_folder(self, trainer: Trainer) -> None:
         """Finds the run that is gone on with, and its folder, or gives the run a new one."""
         name, logger = self.setting("name"), trainer.logger
         if name is not None:
@@ -277,7 +278,7 @@ class CLI(OpenCLI):
         if found is None:
             rank_zero_info("`--ckpt_path auto`: no run has a checkpoint yet, so this one begins anew.")
             return
-        settings.ckpt_path = str(found.path)
+        settings.ckpt_path, self.last = str(found.path), found
         newer = ", ".join(f"`{run}`" for run in found.passed_over)
         note = f" Newer runs have no checkpoint and are passed over: {newer}." if newer else ""
         others = ", ".join(f"`{path}`" for path in found.of_others)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import get_loader
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
@@ -26,13 +29,20 @@ class SaveConfig(SaveConfigCallback):
     ``config_validate.yaml`` and ``config_test.yaml``.
     """
 
+    whole: Mapping[str, Any] | None = None
+    """Settings of all phases, in the place of those of the one that runs."""
+
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         config = self.config.clone()
         if config.get("ckpt_path") in LAST:
             config["ckpt_path"] = None  # how the run was resumed is no part of what it is
         config["name"] = None  # a run that repeats it has a folder of its own
-        text = self.parser.dump(config, skip_unset=False)
+        text = (
+            self.parser.dump(config, skip_unset=False)
+            if self.whole is None
+            else yaml.safe_dump(self.whole, sort_keys=False)
+        )
         settings = get_loader("yaml")(text)
         for logger in trainer.loggers:  # first: `CSVLogger` warns if there is a file in its folder already
             logger.log_hyperparams(settings)

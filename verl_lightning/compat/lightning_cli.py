@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
@@ -21,6 +22,16 @@ class OpenCLI(LightningCLI):
     def built(self, key: str) -> Any:
         """A setting of the subcommand; an object where it is a class."""
         return self.config_init[self.subcommand].get(key)
+
+    def settings_text(self) -> str:
+        """All settings of the subcommand as YAML."""
+        settings = self.config[self.subcommand]
+        return str(self._parser(self.subcommand).dump(settings, skip_unset=False))
+
+    def run_from(self, ckpt_path: Path | None) -> None:
+        """Run the subcommand of a command line that was kept from it, from a checkpoint or from the start."""
+        self.config_init[self.subcommand].ckpt_path = ckpt_path and str(ckpt_path)
+        super()._run_subcommand(str(self.subcommand))
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl_lightning.cli.arguments import normalize_arguments
+from verl_lightning.cli.phase_settings import refuse_phases, split_phases
 from verl_lightning.cli.preflight import check_settings
 from verl_lightning.launch.actor_demands import actor_demands, grace_of
 from verl_lightning.launch.board import make_board
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
         options, words = parse_launch(argv)
         sys.path.append(os.getcwd())
+        refuse_phases(split_phases(normalize_arguments(words)))
         check_settings(normalize_arguments(words), is_here=is_alone(options.address))
         actors = actor_demands(words, options.num_workers)
         connect(options.address)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_lightning.cli.arguments import normalize_arguments
+from verl_lightning.cli.phase_settings import refuse_phases, split_phases
 from verl_lightning.cli.preflight.machine import about_parts
 from verl_lightning.cli.preflight.reading import Reading
 from verl_lightning.cli.preflight.words import read_settings
@@ -94,9 +96,13 @@ def read_run(words: Sequence[str], name: str | None) -> Run:
     options, inner = parse_launch(words[1:]) if words[:1] == ["ray"] else (None, list(words))
     ray_words = list(words[1 : len(words) - len(inner)]) if options else []
     normalized = normalize_arguments(inner)
+    phases = split_phases(normalized)
+    if options is not None:
+        refuse_phases(phases)
     reading = Reading(normalized[0])
-    for setting in read_settings(normalized[1:]):
-        reading.add(setting)
+    with phases[0].words() if phases else nullcontext(normalized) as of_first:  # all have the same processes
+        for setting in read_settings(of_first[1:]):
+            reading.add(setting)
     for complaint in about_parts(reading):
         raise ValueError(complaint)
     name = default_name(normalized) if name is None else name

@@ -134,7 +134,8 @@ def reward_functions(reading: Reading) -> list[str]:
 
 def about_model(reading: Reading, role: str) -> Iterator[str]:
     """Yields complaints about the folders of one model, and about the package of its attention kernel."""
-    if isinstance(path := reading.get(f"{role}.path"), str):
+    path = reading.get(f"{role}.path")
+    if isinstance(path, str) and not path.startswith("phase:"):  # which an earlier phase of the run will write
         yield from told(missing_model(path), role)
     if isinstance(attention := reading.get(f"{role}.attn_implementation"), str):
         yield from told(missing_attention(attention), role)
