@@ -107,7 +107,7 @@ class Method:
             with within(cls._key):
                 checked(*args, **kwargs)
 
-        cls.__init__ = __init__  # type: ignore[assignment]
+        cls.__init__ = __init__  # type: ignore[method-assign]
 
 
 def take(value: Any, hint: Any, key: str) -> Any:

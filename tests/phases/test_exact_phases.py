@@ -82,7 +82,8 @@ def test_a_phase_that_a_callback_had_stopped_trains_no_further(files, tiny_folde
         saves = ModelCheckpoint(save_top_k=0, save_last=True, save_on_train_epoch_end=False)
         stops = EarlyStopping("val/loss", stopping_threshold=99.0)
         checks = {"max_steps": 6, "val_check_interval": 2, "check_val_every_n_epoch": None, "limit_val_batches": 1}
-        trainer = make_trainer(tmp_path, saves, stops, *callbacks, enable_checkpointing=True, **checks)
+        checks |= {"log_every_n_steps": 1, "enable_checkpointing": True}
+        trainer = make_trainer(tmp_path, saves, stops, *callbacks, **checks)
         Phases(tmp_path / "run").fit("sft", trainer, make_sft(tiny_folder), datamodule=make_chats(chats, chats))
 
     with pytest.raises(Killed):
