@@ -95,9 +95,7 @@ class Rejection(RolloutCorrection):
         if low >= high:
             raise ValueError(f"`low` must be below `high`, got {low} and {high}.")
         if statistic == "k1" and level == "sequence-max":
-            raise ValueError(
-                "`statistic` may be negative if it is `k1`, whose maximum bounds one side only: use `k2` or `k3`."
-            )
+            raise ValueError("`statistic: k1` may be negative: its maximum bounds one side only. Use `k2` or `k3`.")
         self.statistic = statistic
         self.level = level
         self.low = low
