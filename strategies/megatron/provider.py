@@ -45,7 +45,12 @@ OWN_FIELDS = {
 }
 """Fields of Megatron's config that have an option elsewhere, and its name."""
 
-FIXED_FIELDS = {"calculate_per_token_loss": "gradients are summed, since losses are normalised already"}
+_NOT_BY_STEP = "Megatron weighs it by the tokens of a micro-batch, which our losses are no longer divided by"
+FIXED_FIELDS = {
+    "calculate_per_token_loss": "gradients are summed, since losses are normalised already",
+    "moe_aux_loss_coeff": _NOT_BY_STEP,
+    "moe_z_loss_coeff": _NOT_BY_STEP,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +240,10 @@ def _numbers(settings: ModelSettings) -> dict[str, Any]:
         "use_cpu_initialization": settings.device.type == "cpu",
         # Gradients are summed over micro-batches and ranks, as our losses are normalised already.
         "calculate_per_token_loss": True,
-        # transformers adds no auxiliary loss while it trains, unless it is asked to.
+        # As transformers trains them: no loss beside ours, and biases of experts that stay as they are.
         "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_router_bias_update_rate": 0.0,
         "gradient_accumulation_fusion": False,
     }
 

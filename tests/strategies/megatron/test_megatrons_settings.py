@@ -1,11 +1,16 @@
-"""The one place that makes Megatron's settings of data parallelism."""
+"""What Megatron is told: of data parallelism, and of experts."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from verl_lightning.strategies.megatron.config import DataParallelConfig
+import pytest
+import torch
+
+from verl_lightning.models.config import ModelConfig
+from verl_lightning.strategies.megatron.config import DataParallelConfig, ParallelSizes, TransformerOptions
 from verl_lightning.strategies.megatron.ddp_config import make_ddp_config
+from verl_lightning.strategies.megatron.provider import ModelSettings, checked_overrides, provider_fields
 from verl_lightning.strategies.megatron.runtime import import_megatron
 
 pytestmark = pytest.mark.backend
@@ -41,3 +46,24 @@ def test_options_and_overrides_reach_megatrons_config():
 def test_settings_that_contradict_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_ddp_config(DataParallelConfig(**options), use_distributed_optimizer=False)
+
+
+def test_nothing_balances_experts_beside_the_loss():
+    """As transformers trains them. Megatron would move the biases of DeepSeek-V3's experts by .001 a step."""
+    settings = ModelSettings(
+        sizes=ParallelSizes(),
+        sequence_parallel=False,
+        transformer=TransformerOptions(use_transformer_engine=False),
+        is_bf16=False,
+        device=torch.device("cpu"),
+    )
+    fields = provider_fields(ModelConfig(path="m"), settings, SimpleNamespace(num_moe_experts=8, num_layers=2))
+
+    assert fields["moe_router_bias_update_rate"] == fields["moe_aux_loss_coeff"] == 0
+    assert fields["moe_z_loss_coeff"] is None
+
+
+@pytest.mark.parametrize("field", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
+def test_losses_that_megatron_would_weigh_by_tokens_are_refused(field):
+    with pytest.raises(ValueError, match=f"`megatron.transformer.overrides` can't set `{field}`: Megatron weighs it"):
+        checked_overrides(SimpleNamespace(), TransformerOptions(overrides={field: 0.01}))
