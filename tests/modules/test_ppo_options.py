@@ -19,6 +19,7 @@ from verl_lightning.algorithms.corrections.rejection import Rejection
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.algorithms.losses.clip_cov import ClipCov
 from verl_lightning.algorithms.losses.kl_cov import KLCov
+from verl_lightning.faults import RunError
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig, ShapingConfig, UpdateConfig
@@ -138,15 +139,14 @@ def test_dynamic_sampling_waits_until_there_are_enough_groups_with_signal(tiny_f
     assert not module.gathering.batches
 
 
-def test_dynamic_sampling_gives_up_on_a_hopeless_task(tiny_folder, prompt_file, tmp_path):
-    with pytest.raises(RuntimeError, match="max_batches"):
-        run(
-            tiny_folder,
-            prompt_file,
-            tmp_path,
-            reward=make_reward("always_one"),
-            dynamic_sampling=DynamicSamplingConfig(max_batches=2),
-        )
+@pytest.mark.parametrize(("function", "words"), [("always_one", "more batches."), ("fails", "RuntimeError: as ever\n")])
+def test_dynamic_sampling_gives_up_on_a_hopeless_task(tiny_folder, prompt_file, tmp_path, function, words):
+    sampling, reward = DynamicSamplingConfig(max_batches=2), make_reward(function, max_error_share=1.0)
+
+    with pytest.raises(RunError, match="max_batches") as failure:
+        run(tiny_folder, prompt_file, tmp_path, reward=reward, dynamic_sampling=sampling)
+
+    assert str(failure.value).endswith(words)
 
 
 def test_a_prompt_that_comes_again_in_an_iteration_is_answered_anew(tiny_folder, tmp_path):

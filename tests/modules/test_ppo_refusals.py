@@ -30,8 +30,10 @@ from tests.runs import (
 from tests.tiny import write_tiny_folder
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.advantages.gdpo import GDPO
+from verl_lightning.faults import RunError
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules import PPOModule
+from verl_lightning.modules.ppo_checks import RewardWatch
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, ShapingConfig, UpdateConfig, ValidationConfig
 from verl_lightning.rollout.base import SamplingConfig
 
@@ -206,11 +208,30 @@ def test_rewards_of_other_libraries(tmp_path, tiny_folder, prompt_file, function
     assert theirs.column("actor/pg_loss") == ours.column("actor/pg_loss")
 
 
-def test_a_function_that_has_no_reward_for_any_response_ends_the_run(tmp_path, tiny_folder, prompt_file):
-    module, recorder = make_ppo(tiny_folder, reward=make_reward("none_but_in_the_trial")), Recorder()
+NO_REWARDS = {
+    "none_but_in_the_trial": r"failed on 0 of them, .* on 0 and returned None for 16\. None leaves a response out",
+    "fails": r"failed on 16 of them, .* returned None for 0\. The first failure:\n[\s\S]*RuntimeError: as ever",
+}
 
-    with pytest.raises(RuntimeError, match=r"no response of step 1 has a reward, .* returned None for 16 of them"):
-        make_trainer(tmp_path, make_rollout(), recorder).fit(module, datamodule=make_prompts(prompt_file))
+
+@pytest.mark.parametrize("function", NO_REWARDS)
+def test_a_function_that_has_no_reward_for_any_response_ends_the_run(tmp_path, tiny_folder, prompt_file, function):
+    """Whatever share of a batch may fail."""
+    module = make_ppo(tiny_folder, reward=make_reward(function, max_error_share=1.0))
+
+    with pytest.raises(RunError, match=f"no response of step 1 has a reward, .* {NO_REWARDS[function]}"):
+        make_trainer(tmp_path, make_rollout()).fit(module, datamodule=make_prompts(prompt_file))
+
+
+def test_rewards_that_stay_away_for_two_steps_are_waited_for():
+    with_rewards, without = {"critic/score/mean": 0.5, "reward/errors": 2.0}, {"reward/timeouts": 16.0}
+    watch = RewardWatch()
+
+    for step, metrics in enumerate([with_rewards, without, without, with_rewards, without, without]):
+        watch.check(metrics, step, "late")
+
+    with pytest.raises(RunError, match=r"no response of step 6 .* ran out of time on 16 .*\. The first failure:\nlate"):
+        watch.check(without, 6, "late")
 
 
 def test_a_failed_run_leaves_no_reward_worker(tmp_path, tiny_folder, prompt_file):

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from verl_lightning.faults import RunError
 from verl_lightning.modules.iteration_count import IterationCount
+from verl_lightning.modules.judge import first_failure, told_failure
 from verl_lightning.modules.ppo_config import DynamicSamplingConfig
 from verl_lightning.modules.scored_rollout import ScoredRollout, deal_out, join_scored_rollouts
 
@@ -57,6 +58,7 @@ class GatherGroups(Callback):
                 f"`model.dynamic_sampling` found {found} of {needed} prompts of a rank with both good and bad"
                 f" responses in {len(self.batches)} batches (`model.dynamic_sampling.max_batches`): the task is too"
                 " easy or too hard. Choose other prompts, sample more responses to each, or allow more batches."
+                f"{told_failure(first_failure(part.reward_result for part in self.batches))}"
             )
         self.end_step(module.trainer)
         return None

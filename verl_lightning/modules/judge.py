@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -56,6 +56,9 @@ class RewardResult:
     num_none: int = 0
     """Responses for which the reward function returned None: it has no reward for them."""
 
+    first_failure: str | None = None
+    """Traceback or message of the first response whose reward function failed or took too long; None if none has."""
+
     token_rewards: Float[Tensor, "batch response"] | None = None
     """The part of the rewards that environments gave, at the last token of the turn that earned it; None without
     environments."""
@@ -87,6 +90,16 @@ class RewardResult:
         """Counts the responses that got no reward, by cause."""
         counts = {"errors": self.num_errors, "timeouts": self.num_timeouts, "none": self.num_none}
         return {f"reward/{name}": total(float(count)) for name, count in counts.items()}
+
+
+def first_failure(results: Iterable[RewardResult]) -> str | None:
+    """Returns the first failure of several results; None if there is none."""
+    return next((result.first_failure for result in results if result.first_failure), None)
+
+
+def told_failure(failure: str | None) -> str:
+    """Returns the end of a message about failures, with the first of them; nothing if it is not known."""
+    return f" The first failure:\n{failure}" if failure else ""
 
 
 class EarlyScores:
@@ -237,6 +250,7 @@ class Judge:
             num_errors=results.num_errors,
             num_timeouts=results.num_timeouts,
             num_none=results.num_none,
+            first_failure=results.first_traceback,
         )
         return scored if rollout.episodes is None else with_episodes(scored, rollout.episodes, rollout.response_mask)
 
@@ -270,14 +284,16 @@ def with_episodes(
         for end, reward in zip(episode.turn_ends, episode.rewards, strict=False):  # a turn that failed has none
             given[row, end - 1] += reward
     token_rewards = given.to(response_mask.device)
-    failed = torch.tensor([bool(episode.error) for episode in episodes], device=response_mask.device)
+    errors = [episode.error for episode in episodes]
+    failed = torch.tensor([bool(error) for error in errors], device=response_mask.device)
     num_timeouts = sum(episode.is_timeout for episode in episodes)
     return replace(
         result,
         rewards=result.rewards + token_rewards.sum(-1),
         is_valid=result.is_valid & ~failed,
-        num_errors=result.num_errors + sum(bool(episode.error) for episode in episodes) - num_timeouts,
+        num_errors=result.num_errors + sum(map(bool, errors)) - num_timeouts,
         num_timeouts=result.num_timeouts + num_timeouts,
+        first_failure=next(filter(None, [result.first_failure, *errors]), None),
         token_rewards=token_rewards,
     )
 

@@ -34,10 +34,10 @@ from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.pass_size import planned_tokens
 from verl_lightning.modules.ppo_checks import (
+    RewardWatch,
     check_options,
     check_parts,
     check_ppo_callback,
-    check_rewards,
     check_sampling,
     check_teacher,
     check_trainer,
@@ -144,6 +144,7 @@ class PPOModule(TaughtModule, SamplingModule):
         self.actor: TokenScorer | None = None
         self.critic: TokenScorer | None = None
         self.plan: BatchPlan | None = None
+        self._reward_watch = RewardWatch()
         self._reference: tuple[TokenScorer, ...] = ()  # a tuple hides it from state dicts and optimizers
         self.teacher: TokenScorer | None = None  # an older policy, which checkpoints hold
 
@@ -322,7 +323,7 @@ class PPOModule(TaughtModule, SamplingModule):
             table.add(self.policy.router_replay.metrics(experience.experts))
         if self.gathering is not None:
             self.gathering.end_step(self.trainer)
-        return self._finish_iteration(table)
+        return self._finish_iteration(table, scored.reward_result.first_failure)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -404,11 +405,11 @@ class PPOModule(TaughtModule, SamplingModule):
             phase=self.phase,
         )
 
-    def _finish_iteration(self, table: MetricTable) -> dict[str, Tensor]:
+    def _finish_iteration(self, table: MetricTable, first_failure: str | None) -> dict[str, Tensor]:
         """Logs the iteration's metrics, then steers the KL weight and the learning rates."""
         with self.phase(METRICS):
             metrics = table.reduce(self.contract.gather_over_data_parallel)
-        check_rewards(metrics, self.trainer.global_step)
+        self._reward_watch.check(metrics, self.trainer.global_step, first_failure)
         metrics |= self.take_timings()
         with self.phase(METRICS):  # of the next iteration
             self._log_iteration(metrics)

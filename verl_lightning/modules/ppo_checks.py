@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from verl_lightning.algorithms.advantages.base import AdvantageEstimator
 from verl_lightning.algorithms.corrections.base import RolloutCorrection
 from verl_lightning.faults import RunError
+from verl_lightning.modules.judge import told_failure
 from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfig, KLConfig, ShapingConfig, UpdateConfig
 from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.rollout.base import SamplingConfig
@@ -139,20 +140,38 @@ def check_sampling(
         )
 
 
-def check_rewards(metrics: Mapping[str, float], step: int) -> None:
-    """Refuse to go on where the reward function has no reward for any response: nothing is learnt.
+class RewardWatch:
+    """Ends a run that learns nothing, as no response has a reward: at once if none had before, else at the third step.
 
-    Args:
-        metrics: Metrics of an iteration, over all ranks.
-        step: Number of the iteration.
-
-    Raises:
-        RunError: If no response has a reward, and not for failures alone, which ``max_error_share`` limits.
+    Failures of a part of each batch are limited by ``max_error_share``.
     """
-    if metrics.get("reward/none", 0.0) > 0 and "critic/score/mean" not in metrics:
+
+    PATIENCE = 3
+    """Steps in a row, since a service that judges may be away for a while."""
+
+    def __init__(self) -> None:
+        self._num_without = self.PATIENCE - 1  # a function that was never right is not waited for
+
+    def check(self, metrics: Mapping[str, float], step: int, first_failure: str | None) -> None:
+        """Takes the outcome of an iteration.
+
+        Args:
+            metrics: Metrics of the iteration, over all ranks.
+            step: Number of the iteration.
+            first_failure: Traceback of the first failure on this rank; None if there was none.
+
+        Raises:
+            RunError: If too many iterations in a row had no reward.
+        """
+        errors, late, none = (metrics.get(f"reward/{name}", 0.0) for name in ("errors", "timeouts", "none"))
+        has_none = "critic/score/mean" not in metrics and errors + late + none > 0
+        self._num_without = self._num_without + 1 if has_none else 0
+        if self._num_without < self.PATIENCE:
+            return
+        hint = " None leaves a response out: does the function lack a `return`?" if none else ""
         raise RunError(
-            f"no response of step {step} has a reward, so nothing is learnt: `model.reward` returned None for"
-            f" {metrics['reward/none']:.0f} of them, which leaves a response out. Does it lack a `return`?"
+            f"no response of step {step} has a reward, so nothing is learnt: `model.reward` failed on {errors:.0f} of"
+            f" them, ran out of time on {late:.0f} and returned None for {none:.0f}.{hint}{told_failure(first_failure)}"
         )
 
 

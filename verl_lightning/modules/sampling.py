@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -97,6 +98,7 @@ class SamplingModule(PostTrainingModule):
         self._judge: Judge | None = None
         self._model_rewards: ModelRewards | None = None
         self._scored: list[ScoredResponse] = []
+        self._first_failure: str | None = None  # of those that were scored
 
     @property
     @override
@@ -274,7 +276,7 @@ class SamplingModule(PostTrainingModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._scored = []
+        self._scored, self._first_failure = [], None
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -286,7 +288,7 @@ class SamplingModule(PostTrainingModule):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self._scored = []
+        self._scored, self._first_failure = [], None
 
     @override
     def on_test_epoch_end(self) -> None:
@@ -354,17 +356,19 @@ class SamplingModule(PostTrainingModule):
         with self.phase("reward"):
             reward_result = self.judged(rollout, batch.rows)
         self._scored += scored_responses(batch, reward_result, loader)
+        self._first_failure = self._first_failure or reward_result.first_failure
         return {"reward_result": reward_result}
 
     def _log_evaluation(self, stage: str) -> None:
         responses = [r for rank in self.contract.gather_over_data_parallel(self._scored) for r in rank]
         samplings = self.val_samplings if stage == "val" else [self.rollout_source.val_sampling]
-        metrics = validation_metrics(responses, self.validation, num_samples=samplings[0].num_samples, stage=stage)
+        compute = partial(validation_metrics, config=self.validation, stage=stage, first_failure=self._first_failure)
+        metrics = compute(responses, num_samples=samplings[0].num_samples)
         if self._val_sets and stage == "val":
             metrics = {name: value for name, value in metrics.items() if name.startswith("val/")}
             for index, (name, sampling) in enumerate(zip(self._val_sets, samplings, strict=True)):
                 own = [response for response in responses if response.loader == index]
-                found = validation_metrics(own, self.validation, num_samples=sampling.num_samples, stage=stage)
+                found = compute(own, num_samples=sampling.num_samples)
                 parts = ((key.partition("/"), value) for key, value in found.items())
                 metrics |= {f"{kind}/{name}/{rest}": value for (kind, _, rest), value in parts}
         timings = self.take_timings()

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_lightning.functional.groups import group_statistics
-from verl_lightning.modules.judge import RewardResult
+from verl_lightning.modules.judge import RewardResult, first_failure
 from verl_lightning.types import ImageInputs, Rollout
 
 
@@ -156,6 +156,7 @@ def _join_results(results: Sequence[RewardResult]) -> RewardResult:
         num_errors=sum(reward_result.num_errors for reward_result in results),
         num_timeouts=sum(reward_result.num_timeouts for reward_result in results),
         num_none=sum(reward_result.num_none for reward_result in results),
+        first_failure=first_failure(results),
         token_rewards=_joined_token_rewards([r.token_rewards for r in results if r.token_rewards is not None]),
     )
 

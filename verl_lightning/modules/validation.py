@@ -12,7 +12,7 @@ import torch
 
 from verl_lightning.faults import RunError
 from verl_lightning.functional.pass_at_k import pass_at_k
-from verl_lightning.modules.judge import RewardResult
+from verl_lightning.modules.judge import RewardResult, told_failure
 from verl_lightning.modules.ppo_config import ValidationConfig
 from verl_lightning.types import PromptBatch
 
@@ -57,7 +57,12 @@ def scored_responses(batch: PromptBatch, reward_result: RewardResult, loader: in
 
 
 def validation_metrics(
-    responses: Sequence[ScoredResponse], config: ValidationConfig, *, num_samples: int, stage: str
+    responses: Sequence[ScoredResponse],
+    config: ValidationConfig,
+    *,
+    num_samples: int,
+    stage: str,
+    first_failure: str | None = None,
 ) -> dict[str, float]:
     """Mean reward, its parts, pass@k and length, over all prompts and for each data source; responses without a reward.
 
@@ -66,6 +71,7 @@ def validation_metrics(
         config: Reward of a right response, and each k of pass@k.
         num_samples: Responses sampled for each prompt.
         stage: ``val`` or ``test``, the first part of each name.
+        first_failure: Traceback of the first failure of the reward function on this rank; None if there was none.
 
     Raises:
         RunError: If none has a reward.
@@ -74,6 +80,7 @@ def validation_metrics(
     if not responses:
         raise RunError(
             f"no {stage} response could be scored: the loader was empty, or the reward function always failed."
+            f"{told_failure(first_failure)}"
         )
     sources: defaultdict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:

@@ -131,7 +131,8 @@ class RewardConfig(Options, key="model.reward"):
     """Seconds that one sample may take. A sample that takes longer is left out, and its worker is killed."""
 
     max_error_share: float = 0.1
-    """Share of a batch, in ``[0, 1]``, that may be left out for errors and timeouts; above it the run stops."""
+    """Share of a batch, in ``[0, 1]``, that may be left out for errors and timeouts; above it the run stops. So does
+    a run in which no response gets a reward, whatever the share."""
 
     def take_types(self) -> None:
         """Checks the types of all fields; a function that was given in Python becomes its name and itself."""
