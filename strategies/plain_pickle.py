@@ -104,7 +104,9 @@ def plain_entry(content: bytes, path: Path) -> Any:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+            # One alone, whatever its case: torch might find another one than was described.
+            (name,) = (name for name in archive.namelist() if name.lower().endswith("data.pkl"))
+            pickled = archive.read(name)
     except UNREADABLE as error:
         raise DamagedFileError(path, f"is damaged: one of its entries can't be read ({error!r}).") from error
     describe(io.BytesIO(pickled), ENTRY_NAMES, path, "entries")

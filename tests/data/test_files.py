@@ -91,7 +91,16 @@ def test_names_the_row_of_a_missing_column_and_what_is_there(tmp_path, row):
         read_rows(file, columns=["prompt"])
 
 
-@pytest.mark.parametrize(("line", "reason"), [("{", "it can't be parsed"), ("[1]", "got list")])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "it can't be parsed"),
+        ("[1]", "got list"),
+        ('{"n": ' + "1" * 5000 + "}", "it can't be parsed"),
+        ('{"n": ' + "[" * 100_000, "it can't be parsed"),
+    ],
+    ids=["cut off", "a list", "a long number", "deep"],
+)
 def test_names_the_line_that_is_no_object(tmp_path, line, reason):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROWS[0])}\n{line}\n")
 

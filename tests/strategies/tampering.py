@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,23 @@ ENTRY_ATTACKS: dict[str, Callable[[Path], bytes]] = {
     "within": lambda proof: saved([1.0, {"lr": Command(proof)}]),
     "old format": lambda proof: pickle.dumps(Command(proof)),
     "mesh": lambda _: saved(_mesh()),
+    "behind a decoy": lambda _: with_decoy("archive/a_data.pkl"),
+    "behind a decoy in a folder": lambda _: with_decoy("archive/a/data.pkl"),
+    "behind a decoy in capitals": lambda _: with_decoy("archive/DATA.PKL"),
     "nothing": lambda _: b"",
 }
 """Entries that are no plain values."""
+
+
+def with_decoy(name: str) -> bytes:
+    """An archive in whose pickle torch would find a `DeviceMesh`, behind a harmless one."""
+    harmless, other = (zipfile.ZipFile(io.BytesIO(saved(value))) for value in (1.0, _mesh()))
+    joined = io.BytesIO()
+    with zipfile.ZipFile(joined, "w") as archive:
+        archive.writestr(name, harmless.read("archive/data.pkl"))
+        for member in other.namelist():
+            archive.writestr(member, other.read(member))
+    return joined.getvalue()
 
 
 def _mesh() -> Any:

@@ -14,6 +14,9 @@ from pyarrow import ArrowException, parquet, types  # type: ignore[import-untype
 
 from verl_lightning.needs import missing_data_file
 
+UNREADABLE = (ValueError, RecursionError)
+"""Errors of `json` for texts that are no JSON, have a number of thousands of digits, or nest too deeply."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -100,7 +103,7 @@ def _read_json(file: Path) -> Iterator[Row]:
         return
     try:
         rows = json.loads(text)
-    except json.JSONDecodeError as error:
+    except UNREADABLE as error:
         raise ValueError(f"Expected a list of JSON objects in `{file}`, but it can't be parsed: {error}.") from error
     for number, values in enumerate(rows, start=1):
         yield _row(file, number, _checked_object(values, _name(file, number)))
@@ -120,7 +123,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
 def _parse_line(line: str, name: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except UNREADABLE as error:
         raise ValueError(f"Expected a JSON object in {name}, but it can't be parsed: {error}.") from error
     return _checked_object(values, name)
 
