@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import verl_lightning
 from verl_lightning.processes.supervisor import SupervisedProcess
 
 # Never ends by itself, nor does the process that it starts; each writes a letter into the pipe, and keeps it open.
@@ -70,6 +72,24 @@ def test_all_that_a_process_has_started_ends_with_it(pipe):
     assert process.end() == -signal.SIGTERM
     assert process.has_ended
     assert os.read(pipe[1], 1) == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of a parent")
+def test_linux_itself_kills_a_process_whose_supervisor_has_ended():
+    """So that its death waits for nobody who looks for it."""
+    ask = "import ctypes as c; s = c.c_int(); c.CDLL(None).prctl(2, c.byref(s)); import os; os._exit(s.value)"
+    process = SupervisedProcess("timeit", "-n1", "-r1", ask)
+
+    assert process.end(patience=60.0) == signal.SIGKILL
+
+
+def test_no_process_of_a_run_is_started_without_a_supervisor():
+    """But Lightning's own launcher, whose ranks watch one another, and programs that are waited for."""
+    root = Path(verl_lightning.__file__).parent
+    starts = re.compile(r"Popen\(|\.Process\(|os\.fork\(|posix_spawn|os\.spawn|ProcessPoolExecutor")
+    files = {path for room in root.iterdir() for path in room.rglob("*.py") if starts.search(path.read_text())}
+
+    assert files == {root / "processes" / "supervisor.py"}
 
 
 @pytest.mark.parametrize(("way", "code"), [("import os; os._exit(3)", 3), ("signal.raise_signal(9)", -9), ("None", 0)])

@@ -21,7 +21,10 @@ IS_SUPPORTED = hasattr(os, "pidfd_open")
 """True where the system tells of the end of a process; Linux does."""
 
 SURVIVOR_SECONDS = 5.0
-"""Seconds that the surviving processes may take to end by themselves, such as by the error of a collective."""
+"""Seconds that the others may take to end by themselves, such as by the error of a collective, when one has failed."""
+
+ORPHAN_SECONDS = 1.0
+"""Seconds that they may take when one was killed, which holds memory and devices that the next run needs."""
 
 _LOOK_SECONDS = 0.2  # between two looks for processes that have joined
 
@@ -104,7 +107,7 @@ class Peers:
             return
         code = int(noted[0]) if noted else None
         say_once(f"verl-fit: {describe_loss(file.name.replace('_', ' '), pid, code)}\n")
-        time.sleep(SURVIVOR_SECONDS)
+        time.sleep(ORPHAN_SECONDS if code is None else SURVIVOR_SECONDS)
         if self._file.exists():
             os._exit(ExitCode.PREEMPTED if code == ExitCode.PREEMPTED else ExitCode.FAILED)
 
