@@ -26,7 +26,7 @@ from verl_lightning.compat.lightning import (
     next_version,
 )
 from verl_lightning.run_folders import name_of
-from verl_lightning.run_records import read_rows
+from verl_lightning.run_records import RUNS, read_rows
 
 
 class ResumableCSVLogger(OwnWriterLogger):
@@ -54,7 +54,7 @@ class ResumableCSVLogger(OwnWriterLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 1,
     ) -> None:
-        super().__init__(save_dir or "runs", name, version, prefix, flush_logs_every_n_steps)
+        super().__init__(save_dir or RUNS, name, version, prefix, flush_logs_every_n_steps)
         self._has_folder = save_dir is not None
         self._old_rows: list[dict[str, Any]] = []
         self._new_name = ""  # of the run that is to begin; empty for the next number

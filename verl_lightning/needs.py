@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,7 +50,7 @@ def missing_model(path: str) -> str | None:
     if not folder.is_dir():
         is_no_hub_name = path.startswith(("/", ".", "~")) or path.count("/") > 1
         no_folder = f"there is no such folder, looked from `{Path.cwd()}`"
-        reason = no_folder if is_no_hub_name else unreachable_hub(path)
+        reason = "it is a file" if folder.is_file() else no_folder if is_no_hub_name else unreachable_hub(path)
         return no_model(path, reason) if reason else None
     if not (folder / "config.json").is_file():
         return no_model(path, "the folder has no `config.json`")
@@ -174,6 +174,25 @@ def missing_checkpoint(path: str) -> str | None:
     close = difflib.get_close_matches(path, [str(neighbour) for neighbour in Path(path).parent.glob("*")], n=1)
     hint = f" Did you mean `{close[0]}`?" if close else " Give a checkpoint's file or folder, or `last`."
     return f"`--ckpt_path {path}` does not exist.{hint}"
+
+
+def no_last_checkpoint(folders: Collection[str | Path], command: str) -> str:
+    """Says that no run in some folders has a checkpoint for `--ckpt_path last`, and what to do."""
+    way_out = " To begin anew where there is none, say `--ckpt_path auto`." if command == "fit" else ""
+    return (
+        f"`--ckpt_path last`: no run in {' or '.join(f'`{folder}`' for folder in folders)} has a `last` checkpoint, nor"
+        f" any other. Train with `ModelCheckpoint(save_last=True)`, or give a checkpoint's path.{way_out}"
+    )
+
+
+def no_anew(command: str) -> str:
+    """Says that an evaluation can't do without a checkpoint."""
+    return f"`--ckpt_path auto` begins anew where there is no checkpoint, but `{command}` needs one: `last`."
+
+
+def no_files(name: str) -> str:
+    """Says that no files are named of which a stage reads rows."""
+    return f"`data.{name}` is empty, so there is nothing to read. Name a file."
 
 
 def unwritable_folder(path: str) -> str | None:

@@ -93,6 +93,10 @@ class RunRecord:
         return next(((name, self.metrics[name]) for name in (*REWARDS, *LOSSES) if name in self.metrics), None)
 
 
+RUNS = "runs"
+"""Folder of all runs, unless another one is chosen."""
+
+
 def now() -> str:
     """The time in UTC, as records have it; later ones sort behind earlier ones."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

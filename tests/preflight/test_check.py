@@ -23,6 +23,8 @@ def folder(tmp_path, tiny_folder, prompt_file, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     settings = make_settings(tiny_folder, prompt_file, max_steps=1, logger=False)
     Path("base.yaml").write_text(yaml.safe_dump(settings))
+    Path("lora.yaml").write_text("rank: sixteen")
+    Path("judge.py").write_text("def reward(response): return 1.0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # else it depends on the network what a hub name is told
     return tmp_path
 
@@ -79,6 +81,17 @@ KEYS = [
     ("--model.update null", "`model.update` is a group of settings, got null. Leave it out, or set one of them below"),
     ("--trainer.val_check_interval 0", "`trainer.val_check_interval` must be a whole number of batches, at least 1"),
     ("--trainer.accelerator tpu", "`trainer.accelerator: tpu`: models are trained on GPUs and CPUs. Choose `gpu`"),
+    ("--trainer.precision bf17", "`trainer.precision`: expected one of '64', '32', '16'"),
+    (
+        "--model.policy_loss.class_path verl_lightning.losses.PPOClip",
+        "`model.policy_loss`: `verl_lightning` has no `losses`. Say `PPOClip`.",
+    ),
+    (
+        "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpont",
+        "`trainer.callbacks`: `lightning.pytorch.callbacks` has no `ModelCheckpont`. Did you mean `ModelCheckpoint`?",
+    ),
+    ("--model.actor.lora lora.yaml", "`model.actor.lora.rank`: expected int, got 'sixteen'."),
+    ("--trainer.accelerator gpuu", "`trainer.accelerator` has no choice 'gpuu'. Did you mean `gpu`?"),
     ("--data null", "`PPOModule` has no `data` to learn from. Choose it, such as `--data PromptDataModule"),
 ]
 
@@ -148,6 +161,13 @@ MISSING = [
         "--model.reward.function nowhere.reward",
         "The reward `function: nowhere.reward` does not import: ModuleNotFound",
     ),
+    (
+        "--model.reward.function judge.py:reword",
+        "The reward `function: judge.py:reword` does not import: `judge.py` has no `reword`. Did you mean `reward`?",
+    ),
+    ("--ckpt_path last", "`--ckpt_path last`: no run in `runs` has a `last` checkpoint, nor any other. Train with"),
+    ("--ckpt_path last --name mine", "`--ckpt_path last`: no run in `runs/mine` has a `last` checkpoint, nor any"),
+    ("--model.actor.path base.yaml", "`model.actor`: no model could be loaded from `path: base.yaml` (it is a file)."),
     ("--model.reward.function gsm9k", "The reward `function: gsm9k` is unknown. Did you mean `gsm8k`?"),
     ("--trainer.default_root_dir base.yaml/x", "`trainer.default_root_dir: base.yaml/x` can't be made a folder: `/"),
     ("--seed_everything -3", "`seed_everything` must lie between 0 and 4294967295, got -3."),
@@ -190,7 +210,12 @@ def test_a_file_for_gpus_says_what_to_do_without_one():
 
 def test_an_evaluation_needs_its_own_files_only():
     words = ["--config", "base.yaml", "--data.train_files", "no.jsonl"]
-    check_settings(normalize_arguments(["validate", *words]))
+    check_settings(normalize_arguments(["validate", *words, "--data.val_files", "base.yaml"]))
+    check_settings(normalize_arguments(["validate", *words, "--data.val_sets.easy.files", "base.yaml"]))
+    with pytest.raises(ValueError, match=r"`data.val_files` is empty, so there is nothing to read. Name a file."):
+        check_settings(normalize_arguments(["validate", *words]))
+    with pytest.raises(ValueError, match=r"`--ckpt_path auto` begins anew .* but `validate` needs one: `last`."):
+        check_settings(normalize_arguments(["validate", *words, "--ckpt_path", "auto"]))
     with pytest.raises(ValueError, match=r"`data.test_files`: The data file `no.jsonl` does not exist"):
         check_settings(normalize_arguments(["test", *words, "--data.test_files", "no.jsonl"]))
 
@@ -228,7 +253,12 @@ ALLOWED = [
     "--trainer.max_time 00:12:00:00",
     "--seed_everything true",
     "--rollout null",
-    "--ckpt_path last",
+    "--ckpt_path last --trainer.logger CSVLogger",
+    "--ckpt_path last --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath=mine",
+    "--ckpt_path last --config later.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=x",
+    "--ddp.timeout 0:30:00",
+    "--model.reward.function dynamic.py:made",
+    "--model.policy_loss.class_path verl_lightning.algorithms.losses.PPOClip --model.advantage verl_lightning.GRPO",
     "--ckpt_path s3://bucket/last.ckpt",
     "--print_config --data.train_files no.jsonl --strategy megatron",
     "--print_config=skip_null --data.train_files no.jsonl",
@@ -241,7 +271,11 @@ ALLOWED = [
 @pytest.mark.parametrize("words", ALLOWED)
 def test_what_may_be_right_goes_on_to_the_real_parser(words):
     Path("mine.py").write_text("")
-    Path("later.yaml").write_text("model: {init_args: {actor: {optim: {lr: 1e-3}}}}\ntrainer: {strategy: ddp}\n")
+    Path("dynamic.py").write_text("globals()['ma' + 'de'] = print")
+    callbacks = "{class_path: ModelCheckpoint, init_args: {dirpath: mine}}"
+    Path("later.yaml").write_text(
+        "model: {init_args: {actor: {optim: {lr: 1e-3}}}}\ntrainer: {strategy: ddp, callbacks: " + callbacks + "}\n"
+    )
     check_settings(normalize_arguments(["--config", "base.yaml", *words.split(maxsplit=1 if "{" in words else -1)]))
 
 

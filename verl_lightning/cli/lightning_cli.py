@@ -44,13 +44,15 @@ from verl_lightning.needs import (
     missing_accelerator,
     missing_checkpoint,
     missing_strategy,
+    no_anew,
     no_data,
     no_gpu,
+    no_last_checkpoint,
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
 from verl_lightning.run_folders import LastCheckpoint, runs_folder
-from verl_lightning.run_records import version_of
+from verl_lightning.run_records import RUNS, version_of
 from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 from verl_lightning.trainer_numbers import wrong_numbers
@@ -59,7 +61,7 @@ CALLBACK_SLOTS: dict[str, type[Callback]] = {"profile": ProfilerCallback, "rollo
 """Callbacks with a key of their own, so that flags can reach into them; they run in this order, before all others."""
 
 TRAINER_DEFAULTS: dict[str, Any] = {
-    "default_root_dir": "runs",
+    "default_root_dir": RUNS,
     "logger": {"class_path": "verl_lightning.loggers.ResumableCSVLogger"},
     "log_every_n_steps": 1,  # a step is a whole iteration of rollouts and updates
     "num_sanity_val_steps": 0,  # a validation batch is sampled from the model, which takes long
@@ -274,7 +276,9 @@ class CLI(OpenCLI):
         asked, settings.ckpt_path = settings.ckpt_path, None
         found = last_checkpoint(trainer, self.setting("name"))
         if found is None and asked == "last":
-            raise MisconfigurationException(no_last_checkpoint(trainer, self._command))
+            dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+            folders = [folder for folder in (runs_folder(trainer), *dirpaths) if folder is not None]
+            raise MisconfigurationException(no_last_checkpoint(folders, self._command))
         if found is None:
             rank_zero_info("`--ckpt_path auto`: no run has a checkpoint yet, so this one begins anew.")
             return
@@ -367,21 +371,10 @@ def check_gpu(accelerator: object) -> None:
         raise MisconfigurationException(no_gpu())
 
 
-def no_last_checkpoint(trainer: Trainer, command: str) -> str:
-    """Says what to do where `--ckpt_path last` finds nothing."""
-    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    folders = [f"`{folder}`" for folder in (runs_folder(trainer), *dirpaths) if folder is not None]
-    way_out = " To begin anew where there is none, say `--ckpt_path auto`." if command == "fit" else ""
-    return (
-        f"`--ckpt_path last`: no run in {' or '.join(folders)} has a `last` checkpoint, nor any other. Train with"
-        f" `ModelCheckpoint(save_last=True)`, or give a checkpoint's path.{way_out}"
-    )
-
-
 def check_checkpoint(parser: LightningArgumentParser, path: str | None, command: str) -> None:
     """Refuses a checkpoint that can't be there, before the models are built."""
     if path == "auto" and command != "fit":
-        parser.error(f"`--ckpt_path auto` begins anew where there is no checkpoint, but `{command}` needs one: `last`.")
+        parser.error(no_anew(command))
     if path is None or is_looked_up(path):
         return
     if (complaint := missing_checkpoint(path)) is not None:

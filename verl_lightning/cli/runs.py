@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from verl_lightning.run_records import RunRecord, moment, runs_in
+from verl_lightning.run_records import RUNS, RunRecord, moment, runs_in
 
 DESCRIPTION = """\
 Lists the runs in a folder and the folders below it, the newest last: their state, step, newest reward (or loss), when
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="verl-fit runs", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="folder of the runs; `runs` if left out")
+    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, help="folder of the runs; `runs` if left out")
     parser.add_argument("--json", action="store_true", help="write each run's record as a line of JSON")
     options = parser.parse_args(argv)
     if not options.folder.is_dir():

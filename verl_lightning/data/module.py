@@ -18,6 +18,7 @@ from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
 from verl_lightning.data.mixture import Mixture
 from verl_lightning.data.resumed_epoch import ResumeEpoch
 from verl_lightning.faults import told_of
+from verl_lightning.needs import no_files
 from verl_lightning.pictures import ImageReader
 from verl_lightning.seeding import run_seed
 
@@ -83,7 +84,7 @@ class TokenizedDataModule(LightningDataModule):
         predicted = "test_files" if self.test_files else "val_files"
         name = {"validate": "val_files", "test": "test_files", "predict": predicted}.get(stage, "train_files")
         if not (self.val_parts if name == "val_files" else getattr(self, name)):
-            raise MisconfigurationException(f"`data.{name}` is empty, so there is nothing to read. Name a file.")
+            raise MisconfigurationException(no_files(name))
         if stage == "fit":
             with told_of("data.train_files"):
                 self._loaders["train"] = loader = self._train_loader(trainer, tokenizer)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,11 +101,24 @@ def find_object(name: str, label: str, ways_out: str) -> Any:
     except BaseException as error:  # a user's module may raise anything, `sys.exit` included
         raise ValueError(f"{label} does not import: {type(error).__name__}: {error}. {ways_out}") from error
     if not hasattr(module, attribute):
-        raise ValueError(
-            f"{label} does not import: `{module.__file__}` has no `{attribute}`.{closest(attribute, dir(module))}"
-            f" {ways_out}"
-        )
+        raise ValueError(f"{no_attribute(label, module.__file__, attribute, dir(module))} {ways_out}")
     return getattr(module, attribute)
+
+
+def no_function(name: str, names: Collection[str]) -> str:
+    """Says that a file has no function of a name, but others.
+
+    Args:
+        name: File and function, ``path/to/file.py:function``.
+        names: Names that the file has.
+    """
+    file, _, attribute = name.rpartition(":")
+    return f"{no_attribute(f'The reward `function: {name}`', file, attribute, names)} {_ways_out()}"
+
+
+def no_attribute(label: str, file: object, attribute: str, names: Collection[str]) -> str:
+    """Says that a file has no object of a name, and which may have been meant."""
+    return f"{label} does not import: `{file}` has no `{attribute}`.{closest(attribute, names)}"
 
 
 def _import_file(file: Path) -> ModuleType:

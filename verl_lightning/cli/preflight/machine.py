@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl_lightning.cli.errors import did_you_mean
 from verl_lightning.cli.preflight.reading import Reading
+from verl_lightning.cli.preflight.sources import names_without
 from verl_lightning.needs import (
     ADAPTER_WEIGHTS,
     broken_weights,
@@ -21,13 +22,16 @@ from verl_lightning.needs import (
     missing_package,
     missing_strategy,
     missing_vllm,
+    no_anew,
     no_data,
+    no_files,
     no_gpu,
+    no_last_checkpoint,
     unwritable_folder,
     wrong_seed,
 )
-from verl_lightning.rewards.loading import check_exists
-from verl_lightning.run_records import wrong_name
+from verl_lightning.rewards.loading import check_exists, no_function
+from verl_lightning.run_records import RUNS, wrong_name
 from verl_lightning.trainer_numbers import LEAST, SHARES, nothing_to_train, wrong_numbers
 
 LOGGERS = {
@@ -38,6 +42,9 @@ LOGGERS = {
     "LitLogger": "litlogger",
 }
 """Package that each of Lightning's loggers needs."""
+
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+"""Devices on which models are trained."""
 
 LIGHTNINGS_STRATEGIES = ("ddp", "deepspeed", "fsdp", "single", "xla")
 """Beginnings of the names of Lightning's own strategies."""
@@ -83,6 +90,8 @@ def about_strategy(reading: Reading) -> Iterator[str]:
     accelerator = reading.get("trainer.accelerator")
     if isinstance(accelerator, str) and module is not None:
         yield from told(missing_accelerator(accelerator))
+        if accelerator.lower() not in ACCELERATORS and not reading.has_foreign_classes:
+            yield f"`trainer.accelerator` has no choice {accelerator!r}.{did_you_mean(accelerator, ACCELERATORS)}"
     if accelerator in ("gpu", "cuda") and has_certainly_no_gpu():
         yield no_gpu()
 
@@ -112,17 +121,40 @@ def about_files(reading: Reading) -> Iterator[str]:
         yield from told(unwritable_folder(path))
     if isinstance(path := reading.get("ckpt_path"), str):
         yield from told(missing_checkpoint(path))
+        yield from about_last_checkpoint(reading, path)
     if reading.own_class("model") is not None:
         for role in ("model.actor", "model.critic.model"):
             yield from about_model(reading, role)
         for function in reward_functions(reading):
             check_exists(function)
+            yield from told(missing_function(function))
     if reading.own_class("data") is not None:
         names = {"validate": ("val_files",), "test": ("test_files",)}.get(reading.command, ("train_files", "val_files"))
+        if reading.command != "fit" and not reading.mentioned & {f"data.{names[0]}", "data.val_sets"}:
+            yield no_files(names[0])
         for key in (f"data.{name}" for name in names):
             files = reading.get(key)
             for file in [files] if files and isinstance(files, str) else files or ():
                 yield from told(missing_data_file(Path(str(file))), key)
+
+
+def about_last_checkpoint(reading: Reading, path: str) -> Iterator[str]:
+    """Yields a complaint if a checkpoint is looked up where there certainly is none."""
+    if path == "auto" and reading.command != "fit":
+        yield no_anew(reading.command)
+    has_own_folder = "trainer.logger" in reading.mentioned and not isinstance(reading.get("trainer.logger"), bool)
+    if path != "last" or has_own_folder or reading.has_dirpath:
+        return
+    root = Path(str(reading.get("trainer.default_root_dir") or RUNS), str(reading.get("name") or ""))
+    if "://" not in str(root) and not any(root.rglob("*.ckpt")):
+        yield no_last_checkpoint([root], reading.command)
+
+
+def missing_function(name: str) -> str | None:
+    """Says that a file has no reward function of a name; None if it has, or may have."""
+    file, _, function = name.rpartition(":")
+    names = names_without(Path(file).expanduser(), function) if file.endswith(".py") else None
+    return None if names is None else no_function(name, names)
 
 
 def reward_functions(reading: Reading) -> list[str]:

@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import verl_lightning
 from verl_lightning.cli.deprecation import find_renamed
 from verl_lightning.cli.errors import Failure, describe
 from verl_lightning.cli.preflight.groups import LIGHTNING, dotted_of_choices, dotted_within, root_options
 from verl_lightning.cli.preflight.option_types import OptionType
-from verl_lightning.cli.preflight.sources import PACKAGE, ClassSource, classes_of, find_class, named_class, subclasses
-from verl_lightning.cli.preflight.words import Setting
+from verl_lightning.cli.preflight.sources import (
+    PACKAGE,
+    ClassSource,
+    classes_of,
+    find_class,
+    module_file,
+    named_class,
+    names_without,
+    subclasses,
+)
+from verl_lightning.cli.preflight.words import Setting, read_file
+from verl_lightning.faults import closest
 
 FILES = (".yaml", ".yml", ".json")
 
@@ -46,9 +57,11 @@ class Reading:
         self.classes: dict[str, ClassSource | None] = {}
         """Chosen class by dotted key; None for a class whose source is not known."""
         self.mentioned: set[str] = set()
-        """First parts of all keys that were set."""
+        """Dotted keys of all options that were set, or below which one was."""
         self.has_foreign_classes = False
         """True once a class of another package is set: its module's classes may then be named without the module."""
+        self.has_dirpath = False
+        """True once checkpoints may lie elsewhere than in the run's folder."""
         self._top = Owner("", "verl-fit", root_options(command))
 
     def add(self, setting: Setting) -> None:
@@ -57,6 +70,7 @@ class Reading:
         Raises:
             ValueError: If the real parser is certain to refuse it.
         """
+        self.has_dirpath |= "dirpath" in f"{setting.key} {setting.value}"
         if setting.file is None:
             parts = [part for part in setting.key.split(".") if part != "init_args"]
             if parts[-1] != "help":
@@ -88,8 +102,7 @@ class Reading:
         """Puts a value at the option whose key has these parts below a group of an owner."""
         name, *rest = parts
         key = f"{group}{name}"
-        if not group:
-            self.mentioned.add(name)
+        self.mentioned.add(key)
         if options is None or name == "dict_kwargs":
             return
         if name not in options:
@@ -109,6 +122,8 @@ class Reading:
     def _set(self, owner: Owner, key: str, kind: OptionType, value: Any) -> None:
         """Sets an option to a whole value."""
         choice = kind.choice
+        if isinstance(value, str) and kind.parts and value.endswith(FILES) and Path(value).is_file():
+            value = read_file(Path(value))
         if isinstance(value, dict) and kind.parts:
             self._put_all(self._owner_of_part(owner, key, kind), kind.parts[0].options, f"{key}.", value)
         elif isinstance(value, dict) and choice is not None:
@@ -153,7 +168,7 @@ class Reading:
         if "." in name:
             if not name.startswith((f"{PACKAGE}.", "lightning.")):
                 self.has_foreign_classes = True
-                check_importable(key, name)
+            check_importable(key, name)
             return find_class(name)
         for package in (PACKAGE, LIGHTNING):
             if name in classes_of(package):
@@ -203,14 +218,27 @@ def is_no_group(kind: OptionType, value: Any) -> bool:
 
 
 def check_importable(key: str, name: str) -> None:
-    """Refuses a class of a package that is not there.
+    """Refuses a class of a package that is not there, or that this package or Lightning does not have.
 
     Raises:
-        ValueError: If the package is not there.
+        ValueError: If it is certain that it can't be imported.
     """
     package = name.partition(".")[0]
     if package.isidentifier() and importlib.util.find_spec(package) is None:
         raise ValueError(f"`{key}`: No module named '{package}'")
+    if package not in (PACKAGE, LIGHTNING.partition(".")[0]):
+        return
+    module, attribute, file = package, name.partition(".")[2], module_file(package)
+    while (below := module_file(f"{module}.{attribute.partition('.')[0]}")) is not None:
+        file, module = below, f"{module}.{attribute.partition('.')[0]}"
+        attribute = attribute.partition(".")[2]
+    attribute = attribute.partition(".")[0]
+    is_public = module == PACKAGE and attribute not in verl_lightning.__all__
+    names = set(verl_lightning.__all__) if is_public else file and names_without(file, attribute)
+    if names:
+        known = name.rpartition(".")[2] in {**classes_of(PACKAGE), **classes_of(LIGHTNING)}
+        hint = f" Say `{name.rpartition('.')[2]}`." if known else closest(attribute, names)
+        raise ValueError(f"`{key}`: `{module}` has no `{attribute}`.{hint}")
 
 
 def group_got(key: str, part: ClassSource, value: Any) -> str:

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from verl_lightning.cli.preflight.option_types import ANYTHING, NULL, OptionType
 
 PACKAGE = "verl_lightning"
 CLASS = re.compile(r"^class (\w+)(?:\[.*?\])?(?:\(([^)]*)\))?:", re.MULTILINE)
+DEFINES_ANYTHING = {"*", "__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr"}
+"""Names in a file that may give it names which nobody reads there."""
+
 SCALARS = ("int", "float", "str", "bool")
 SEQUENCES = ("list", "List", "Sequence", "Iterable", "set", "tuple", "Tuple")
 
@@ -139,6 +143,19 @@ def module_file(module: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def names_without(path: Path, name: str) -> set[str] | None:
+    """The names that a Python file defines; None if a name is among them, or may be."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError):
+        return None
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
+    aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names = words | defined | {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+    return None if name in names or names & DEFINES_ANYTHING else names
+
+
 def find_class(name: str, source: Source | None = None) -> ClassSource | None:
     """The class of a dotted import path, or of a name in a module; None if it is not found."""
     found = find(name, source)
@@ -179,6 +196,8 @@ def read_type(node: ast.expr, source: Source) -> OptionType:
     if found is None:
         return ANYTHING
     module, definition = found
+    if module.module.partition(".")[0] in sys.stdlib_module_names and node.id != "Path":  # such as `timedelta`, a text
+        return ANYTHING
     if not isinstance(definition, ast.ClassDef):
         return read_type(definition, module)
     meant = ClassSource(module, definition)
@@ -192,7 +211,7 @@ def read_subscript(node: ast.Subscript, source: Source) -> OptionType:
     if kind in ("Union", "Optional"):
         types = [read_type(part, source) for part in inner]
         return join([*types, NULL] if kind == "Optional" else types)
-    if kind == "Literal" and all(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in inner):
+    if kind == "Literal" and all(isinstance(part, ast.Constant) and type(part.value) in (str, int) for part in inner):
         return OptionType(choices=tuple(str(part.value) for part in inner if isinstance(part, ast.Constant)))
     if kind in SEQUENCES:
         return OptionType(items=read_type(inner[0], source))
