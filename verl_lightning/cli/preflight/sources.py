@@ -196,7 +196,7 @@ def read_type(node: ast.expr, source: Source) -> OptionType:
     if found is None:
         return ANYTHING
     module, definition = found
-    if module.module.partition(".")[0] in sys.stdlib_module_names and node.id != "Path":  # such as `timedelta`, a text
+    if module.module in sys.stdlib_module_names - {"pathlib"}:  # such as `timedelta`, a text
         return ANYTHING
     if not isinstance(definition, ast.ClassDef):
         return read_type(definition, module)
