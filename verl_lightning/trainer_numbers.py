@@ -67,7 +67,7 @@ def nothing_to_train(settings: Mapping[str, Any]) -> Iterator[str]:
     Args:
         settings: Settings of the Trainer by name, as many as are known.
     """
-    for name in ("limit_train_batches", "max_steps"):
+    for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if settings.get(name) == 0:
             yield (
                 f"`trainer.{name}` is 0, so there is nothing to train on. Raise it; to evaluate alone, run"

@@ -248,7 +248,7 @@ def test_the_learning_rate_schedule_counts_optimizer_steps(tmp_path, tiny_folder
     assert [step["train/lr"] for step in recorder.steps[1::2]] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.55e-3])
 
 
-@pytest.mark.parametrize("name", ["limit_train_batches", "max_steps"])
+@pytest.mark.parametrize("name", ["limit_train_batches", "max_epochs", "max_steps"])
 @pytest.mark.parametrize("kind", [SFTModule, PPOModule])
 def test_a_run_without_batches_is_refused(tmp_path, tiny_folder, chats, prompt_file, kind, name):
     if kind is SFTModule:
