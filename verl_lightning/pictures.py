@@ -45,11 +45,44 @@ def decode_image(data: bytes) -> Image:
 
     with Image.open(io.BytesIO(data)) as opened:
         picture = ImageOps.exif_transpose(opened)
+        if picture.mode.startswith("I;16"):  # of which Pillow would make white whatever is above 255
+            picture = picture.convert("I").point(lambda level: level / 257).convert("L")
         if not picture.has_transparency_data:
             return picture.convert("RGB")
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")
         return Image.alpha_composite(white, picture).convert("RGB")
+
+
+def encode_image(picture: Image) -> bytes:
+    """Writes a picture as a PNG file."""
+    file = io.BytesIO()
+    picture.save(file, "png")
+    return file.getvalue()
+
+
+def frames_of(data: bytes, most: int) -> list[Image]:
+    """Reads frames of an animated picture, evenly spread; the only one of a still picture.
+
+    Args:
+        data: The file.
+        most: Most frames.
+    """
+    from PIL import Image
+
+    frames = []
+    with Image.open(io.BytesIO(data)) as opened:
+        for index in spread(getattr(opened, "n_frames", 1), most):
+            opened.seek(index)
+            frames.append(opened.convert("RGBA"))
+    return frames
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns positions of at most so many of some things in a row, evenly spread, with the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / max(1, most - 1)) for index in range(most)]
 
 
 def data_url(data: bytes, kind: str) -> str:
@@ -63,13 +96,13 @@ def data_url(data: bytes, kind: str) -> str:
 
 
 def from_data_url(text: str) -> bytes | None:
-    """Reads the file that `data_url` has written; None if the text is no such address.
+    """Reads the file in a data URL of base64 text; None if the text is none.
 
     Raises:
         binascii.Error: If it is damaged.
     """
-    begin = re.match(r"data:image/[\w.+-]+;base64,", text)
-    return None if begin is None else base64.b64decode(text[begin.end() :], validate=True)
+    begin = re.match(r"data:(image/[\w.+-]+|application/octet-stream)?(;[\w.+-]+=[^;,]*)*;base64,", text, re.IGNORECASE)
+    return None if begin is None else base64.b64decode(re.sub(r"\s", "", text[begin.end() :]), validate=True)
 
 
 def thumbnail(source: str, side: int = 96) -> str:
@@ -80,7 +113,6 @@ def thumbnail(source: str, side: int = 96) -> str:
         side: Most pixels of a side.
     """
     data = from_data_url(source)
-    picture, file = decode_image(Path(source).read_bytes() if data is None else data), io.BytesIO()
+    picture = decode_image(Path(source).read_bytes() if data is None else data)
     picture.thumbnail((side, side))
-    picture.save(file, "png")
-    return data_url(file.getvalue(), "png")
+    return data_url(encode_image(picture), "png")

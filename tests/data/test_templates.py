@@ -68,12 +68,6 @@ def test_text_parts_become_one_text():
     assert clean_messages([{"role": "user", "content": parts}], name="x") == [{"role": "user", "content": "a bc"}]
 
 
-@pytest.mark.parametrize("column", ["images", "mm_token_type_ids"])
-def test_refuses_a_row_with_images(column):
-    with pytest.raises(ValueError, match=rf"The column `{column}` in row 1 is not empty, but only text can be learnt"):
-        render({column: [{"bytes": ""}]})
-
-
 def test_half_a_character_is_refused_with_its_row():
     renderer = ChatRenderer(tiny_tokenizer(), Row(values={}, name="row 5 of `f`"), enable_thinking=None)
 

@@ -29,6 +29,7 @@ from tests.tiny import ROOT
 from tests.vision.tiny_vision import squares, write_vision_folder
 from tests.vision.vision_ranks import learn, learn_on_two
 from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.data.image_files import ImagesConfig
 from verl_lightning.data.prompts import tokenize_prompts
 from verl_lightning.data.rows import read_prompt_rows
 from verl_lightning.models.processor import image_processor
@@ -138,17 +139,18 @@ def test_rows_whose_images_would_get_lost_are_refused(tmp_path, folder, row, mes
 @pytest.mark.parametrize(
     ("module", "data", "message"),
     [
-        ({"packing": "always"}, {}, "There are images in row 1 .* `packing: always` does not fit"),
+        ({"packing": "always", "path": "gemma3"}, {}, "images in row 1 .* `packing: always` does not fit: a `gemma3`"),
+        ({"path": "text"}, {"images": ImagesConfig(allow_urls=True)}, "`data.images` is set, but the policy reads no"),
         ({}, {"max_length": 8, "overlong": "truncate"}, "`overlong: truncate` may cut through its images"),
         ({"train_vision_tower": True, "path": "text"}, {}, "does not fit a `llama`, which has none"),
     ],
 )
 def test_options_that_do_not_fit_images_are_refused(tmp_path, folder, tiny_folder, module, data, message):
     squares(1).save(tmp_path / "0.png")
-    row = {"prompt": "<image>a" if "path" not in module else "a", "ground_truth": "1", "completion": "1"}
-    file = write_rows(tmp_path / "rows.jsonl", [row if "path" in module else row | {"images": ["0.png"]}])
-    used = tiny_folder if module.pop("path", None) else folder
-    trainer = make_trainer(tmp_path)
+    kind, trainer = module.pop("path", "qwen2_5_vl"), make_trainer(tmp_path)
+    shown = {"prompt": "a"} if kind == "text" else {"prompt": "<image>a", "images": ["0.png"]}
+    file = write_rows(tmp_path / "rows.jsonl", [shown | {"ground_truth": "1", "completion": "1"}])
+    used = {"text": tiny_folder, "qwen2_5_vl": folder}.get(kind) or write_vision_folder(tmp_path / kind, kind)
 
     with pytest.raises((ValueError, MisconfigurationException), match=message):
         trainer.fit(

@@ -65,8 +65,10 @@ def test_scores_are_those_of_transformers_with_any_neighbours(folder):
     batch = token_batch(processor, rows, images)
 
     expected = torch.stack([reference_log_probs(model, row) for row in rows])
+    packs = build_scorer(ModelConfig(path=str(folder), packing="always"), "policy", trainable=False)
     with torch.no_grad():
         assert_close(scorer(batch).log_probs, expected, atol=1e-5, rtol=0)
+        assert_close(packs(batch).log_probs, expected, atol=1e-5, rtol=0)
         backwards = scorer(batch.select(torch.tensor([2, 1, 0]))).log_probs
         text_alone = scorer(batch.select(slice(2, 3))).log_probs
     assert_close(backwards.flip(0), expected, atol=1e-5, rtol=0)
@@ -81,9 +83,11 @@ def test_the_image_token_is_text_where_the_policy_says_it(folder):
     said = batch.input_ids.clone()
     said[:, -2] = processor.image_token_id
     scorer = build_scorer(ModelConfig(path=str(folder)), "policy", trainable=False)
+    packs = build_scorer(ModelConfig(path=str(folder), packing="always"), "policy", trainable=False)
 
     with torch.no_grad():
         scores = scorer(replace(batch, input_ids=said)).log_probs
+        assert_close(packs(replace(batch, input_ids=said)).log_probs, scores, atol=1e-5, rtol=0)
         neighbours = scorer(replace(batch, input_ids=said).select(slice(2, 3))).log_probs
         before = scorer(batch).log_probs
     assert_close(scores[2:], neighbours, atol=1e-5, rtol=0)

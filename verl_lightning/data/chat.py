@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from verl_lightning.data.examples import ExampleDataModule, Unsupervised
 from verl_lightning.data.files import Row, fingerprint
-from verl_lightning.data.images import ImageFile, expand, messages_and_images, read_images
+from verl_lightning.data.image_files import ImageFile, ImagesConfig
+from verl_lightning.data.images import expand, messages_and_images, read_images
 from verl_lightning.data.lengths import Overlong
 from verl_lightning.data.rows import CHAT_COLUMNS, read_chat_rows
 from verl_lightning.data.spans import Conversation, Span, Supervise, render_conversation
@@ -159,6 +160,7 @@ class ChatDataModule(ExampleDataModule):
         supervise: Assistant turns to train: ``all``, or only the ``last`` of each conversation.
         enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
+        images: Places where images may be, and frames of videos.
         shuffle: True shuffles the training rows anew in each epoch, by the run's seed.
 
     Raises:
@@ -182,6 +184,7 @@ class ChatDataModule(ExampleDataModule):
         supervise: Supervise = "all",
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,
+        images: ImagesConfig = ImagesConfig(),
         shuffle: bool = True,
     ) -> None:
         super().__init__(
@@ -194,6 +197,7 @@ class ChatDataModule(ExampleDataModule):
             unsupervised=unsupervised,
             enable_thinking=enable_thinking,
             columns=columns,
+            images=images,
             shuffle=shuffle,
         )
         self.supervise = supervise
@@ -202,7 +206,12 @@ class ChatDataModule(ExampleDataModule):
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> ChatDataset:
         rows = read_chat_rows(files, self.columns)
         chats = tokenize_chats(
-            rows, tokenizer, supervise=self.supervise, enable_thinking=self.enable_thinking, processor=self.processor
+            rows,
+            tokenizer,
+            supervise=self.supervise,
+            enable_thinking=self.enable_thinking,
+            processor=self.processor,
+            images=self.images,
         )
         self.check_tokens([chat.ids for chat in chats], [row.name for row in rows], tokenizer)
         self.check_images([chat.images for chat in chats], [len(chat.ids) for chat in chats], rows)
@@ -213,7 +222,9 @@ class ChatDataModule(ExampleDataModule):
             [rows[index].name for index in kept],
             otherwise=f"they have no token of an assistant's answer within `max_length: {self.max_length}`",
         )
-        found = fingerprint(rows[index] for index in kept)
+        found = fingerprint(
+            (rows[index] for index in kept), [image.digest for index in kept for image in chats[index].images]
+        )
         return ChatDataset(
             [cut[index] for index in teaching],
             pad_token_id=tokenizer.pad_token_id,
@@ -229,6 +240,7 @@ def tokenize_chats(
     supervise: Supervise,
     enable_thinking: bool | None,
     processor: ImageReader | None = None,
+    images: ImagesConfig = ImagesConfig(),
 ) -> list[TokenizedChat]:
     """Renders and tokenises whole conversations and marks what the assistant said.
 
@@ -238,6 +250,7 @@ def tokenize_chats(
         supervise: Assistant turns to mark: all, or only the last.
         enable_thinking: Value for rows that have none; None leaves it to the template.
         processor: Processor of a model that reads images; None for a text model.
+        images: Places where images may be.
 
     Raises:
         ValueError: If the tokenizer can't tell where its tokens lie in the text, or a row can't be rendered.
@@ -249,8 +262,8 @@ def tokenize_chats(
         )
     conversations, shown = [], []
     for row in rows:
-        renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking, reads_images=processor is not None)
-        messages, files = messages_and_images(row, "messages", processor)
+        renderer = ChatRenderer(tokenizer, row, enable_thinking=enable_thinking)
+        messages, files = messages_and_images(row, "messages", processor, images)
         conversations.append(render_conversation(renderer, messages, supervise))
         shown.append(files)
     if thoughtless := sum(conversation.leaves_out_thoughts for conversation in conversations):

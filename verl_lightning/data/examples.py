@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
+from verl_lightning.data.image_files import ImagesConfig
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.module import TokenizedDataModule
 from verl_lightning.data.rows import check_columns
@@ -37,9 +38,10 @@ class ExampleDataModule(TokenizedDataModule):
         unsupervised: Unsupervised,
         enable_thinking: bool | None,
         columns: dict[str, str] | None,
+        images: ImagesConfig,
         shuffle: bool,
     ) -> None:
-        super().__init__(train_files, val_files, test_files, shuffle=shuffle)
+        super().__init__(train_files, val_files, test_files, images=images, shuffle=shuffle)
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         if max_length < 2:

@@ -47,11 +47,18 @@ def read_rows(paths: str | Sequence[str], *, columns: Sequence[str]) -> list[Row
     return [row for file in files for row in _read_file(file, columns)]
 
 
-def fingerprint(rows: Iterable[Row]) -> str:
-    """Digests all columns of rows, in the rows' order, into a short text; the files' paths do not count."""
+def fingerprint(rows: Iterable[Row], contents: Iterable[str] = ()) -> str:
+    """Digests all columns of rows, in the rows' order, into a short text; the files' paths do not count.
+
+    Args:
+        rows: Rows.
+        contents: Digests of the files that the rows name, such as images, whose content may change under their names.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         digest.update(repr(sorted(row.values.items())).encode(errors="surrogatepass"))
+    for content in contents:
+        digest.update(content.encode())
     return digest.hexdigest()
 
 

@@ -76,8 +76,10 @@ def _clean(message: Message, name: str, images: RowImages | None) -> Message:
     cleaned = {key: value for key, value in message.items() if value is not None}
     if "content" in message:
         # A tool call often comes with `content: null`, which templates add to text: it means no text.
-        shown = None if message["role"] == "assistant" else images  # a model says no images
-        cleaned["content"] = _text(message["content"], name, shown)
+        is_said = message["role"] == "assistant"
+        if is_said and images is not None:
+            _check_said(message["content"], name, images)
+        cleaned["content"] = _text(message["content"], name, None if is_said else images)
     for key in THOUGHT_KEYS:
         if key in cleaned:
             cleaned[key] = _text(cleaned[key], name)
@@ -104,6 +106,16 @@ def _text(content: Any, name: str, images: RowImages | None = None) -> str:
     return images.in_text(content)
 
 
+def _check_said(content: Any, name: str, images: RowImages) -> None:
+    """Refuses images among what a model said."""
+    parts = content if isinstance(content, list) else []
+    if any(isinstance(part, dict) and images.is_media(part) for part in parts):
+        raise ValueError(
+            f"There is an image in {name}, a turn of the assistant, but models say no images. Show it in a message of"
+            " the user, or leave the row out."
+        )
+
+
 def _part(part: Any, name: str, images: RowImages | None) -> str:
     if isinstance(part, str):
         return _text(part, name, images)
@@ -115,8 +127,8 @@ def _part(part: Any, name: str, images: RowImages | None) -> str:
     kind = kept.get("type") or next(iter(kept), None) or type(part).__name__
     raise ValueError(
         f"There is content of the type `{kind}` in {name}, but only text can be learnt from so far, no images, sound or"
-        " video, save images in messages to a model that reads some. Leave such rows out, or write text parts as"
-        ' {"type": "text", "text": "..."}.'
+        " video, save images and frames of videos in messages to a model that reads some (docs/vision.md). Leave such"
+        ' rows out, or write text parts as {"type": "text", "text": "..."}.'
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.data.files import Row
-from verl_lightning.data.images import ImageFile
+from verl_lightning.data.image_files import ImageFile, ImagesConfig
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
 from verl_lightning.data.mixture import Mixture
 from verl_lightning.data.resumed_epoch import ResumeEpoch
@@ -34,6 +34,7 @@ class TokenizedDataModule(LightningDataModule):
         train_files: Files of the training rows.
         val_files: Files of the rows of ``validate`` and of validation during ``fit``; may be empty.
         test_files: Files of the rows of ``test``; may be empty.
+        images: Places where images may be, and frames of videos.
         shuffle: True shuffles the training rows anew in each epoch; never under ``Trainer(overfit_batches=...)``.
     """
 
@@ -43,12 +44,14 @@ class TokenizedDataModule(LightningDataModule):
         val_files: str | Sequence[str],
         test_files: str | Sequence[str],
         *,
+        images: ImagesConfig,
         shuffle: bool,
     ) -> None:
         super().__init__()
         self.train_files = train_files
         self.val_files = val_files
         self.test_files = test_files
+        self.images = images
         self.shuffle = shuffle
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
         self._num_embeddings: int | None = None
@@ -81,6 +84,7 @@ class TokenizedDataModule(LightningDataModule):
         trainer, tokenizer = self._trainer(), self._tokenizer()
         self._num_embeddings = getattr(trainer.lightning_module, "num_embeddings", None)
         self.processor = getattr(trainer.lightning_module, "processor", None)
+        self._check_images_config()
         predicted = "test_files" if self.test_files else "val_files"
         name = {"validate": "val_files", "test": "test_files", "predict": predicted}.get(stage, "train_files")
         if not (self.val_parts if name == "val_files" else getattr(self, name)):
@@ -230,6 +234,10 @@ class TokenizedDataModule(LightningDataModule):
                     f"There are {length} tokens in {row.name}, over the limit of {limit}, and `overlong: truncate` may"
                     ' cut through its images. Raise the limit, or set `overlong` to "drop".'
                 )
+
+    def _check_images_config(self) -> None:
+        if self.processor is None and self.images != ImagesConfig():
+            raise MisconfigurationException("`data.images` is set, but the policy reads no images. Take it out.")
 
     def _trainer(self) -> Trainer:
         if self.trainer is None:

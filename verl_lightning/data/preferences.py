@@ -16,12 +16,13 @@ from typing_extensions import override
 from verl_lightning.data.chat import TokenizedChat, encode, padded, tokenize_chats
 from verl_lightning.data.examples import ExampleDataModule, Unsupervised
 from verl_lightning.data.files import Row, fingerprint
+from verl_lightning.data.image_files import ImagesConfig
 from verl_lightning.data.lengths import Overlong
 from verl_lightning.data.loader import EvalLoader
+from verl_lightning.data.media import refuse_lost, refuse_media
 from verl_lightning.data.module import data_parallel_rank_and_size
 from verl_lightning.data.preference_rows import PREFERENCE_COLUMNS, Preference, Response, read_preferences
 from verl_lightning.data.spans import Conversation
-from verl_lightning.data.templates import refuse_media
 from verl_lightning.options import typed
 from verl_lightning.pictures import ImageReader
 from verl_lightning.types import PreferenceBatch, TokenBatch, with_lengths
@@ -86,7 +87,7 @@ class PreferenceDataset:
             for sequence in example.sequences:
                 found.update(repr((sequence.ids, sequence.is_supervised)).encode())
                 for image in sequence.images:
-                    found.update(image.data)
+                    found.update(image.digest.encode())
         return found.hexdigest()
 
     def share(self, *, batch_size: int, rank: int, world_size: int) -> Iterator[PreferenceBatch]:
@@ -144,6 +145,7 @@ class PreferenceDataModule(ExampleDataModule):
             both are the same: ``error`` names one and stops; ``drop`` leaves them out and logs how many.
         enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
+        images: Places where images may be, and frames of videos.
         shuffle: True shuffles the training rows anew in each epoch, by the run's seed.
 
     Raises:
@@ -166,6 +168,7 @@ class PreferenceDataModule(ExampleDataModule):
         unsupervised: Unsupervised = "error",
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,
+        images: ImagesConfig = ImagesConfig(),
         shuffle: bool = True,
     ) -> None:
         super().__init__(
@@ -178,6 +181,7 @@ class PreferenceDataModule(ExampleDataModule):
             unsupervised=unsupervised,
             enable_thinking=enable_thinking,
             columns=columns,
+            images=images,
             shuffle=shuffle,
         )
         self._takes_pairs = True
@@ -203,7 +207,7 @@ class PreferenceDataModule(ExampleDataModule):
         return PreferenceDataset(
             examples,
             pad_token_id=tokenizer.pad_token_id,
-            fingerprint=fingerprint(rows),
+            fingerprint=fingerprint(rows, [image.digest for chat in chats for image in chat.images]),
             processor=self.processor,
         )
 
@@ -216,6 +220,7 @@ class PreferenceDataModule(ExampleDataModule):
                 supervise="all",
                 enable_thinking=self.enable_thinking,
                 processor=self.processor,
+                images=self.images,
             )
         )
         plain = iter(tokenize_plain([response.row for response in responses if response.is_plain], tokenizer))
@@ -282,7 +287,8 @@ def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> l
         raise ValueError(f"The tokenizer has no end token for {rows[0].name}. Set `eos_token` in its config.")
     conversations = []
     for row in rows:
-        refuse_media(row, "texts that no chat template touches show none. Write prompt and responses as messages.")
+        refuse_media(row, images=True, videos=True, plain=True)
+        refuse_lost(row, shows=False)
         prompt, completion = row.values["prompt"], row.values["completion"]
         text = prompt + completion + ("" if completion.endswith(end) else end)
         span = (len(prompt), len(text) if completion else len(prompt))

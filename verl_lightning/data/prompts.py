@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from verl_lightning.data.files import Row, fingerprint
-from verl_lightning.data.images import ImageFile, expand, messages_and_images, read_images, without_marks
+from verl_lightning.data.image_files import ImageFile, ImagesConfig
+from verl_lightning.data.images import expand, messages_and_images, read_images, without_marks
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.loader import BatchSource
 from verl_lightning.data.messages import FLAG_KEYS, Message
@@ -120,6 +121,7 @@ class PromptDataModule(TokenizedDataModule):
             many.
         enable_thinking: Value for the chat template of models that have this switch, unless the row says otherwise;
             null leaves it to the template.
+        images: Places where images may be, and frames of videos.
         shuffle: True shuffles the training prompts anew in each epoch, by the run's seed.
         mixture: Shares of several kinds of prompts, such as those of several files, in each step; null takes prompts as
             they come.
@@ -143,11 +145,12 @@ class PromptDataModule(TokenizedDataModule):
         overlong: Overlong = "error",
         enable_thinking: bool | None = None,
         columns: dict[str, str] | None = None,
+        images: ImagesConfig = ImagesConfig(),
         shuffle: bool = True,
         mixture: MixtureConfig | None = None,
         val_sets: dict[str, ValidationSet] | None = None,
     ) -> None:
-        super().__init__(train_files, val_files, test_files, shuffle=shuffle)
+        super().__init__(train_files, val_files, test_files, images=images, shuffle=shuffle)
         for name, value in (
             ("prompts_per_step", prompts_per_step),
             ("val_batch_size", val_batch_size),
@@ -178,7 +181,7 @@ class PromptDataModule(TokenizedDataModule):
     @override
     def read(self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         found = read_prompt_rows(files, self.columns, needs_truth=self._needs_truth)
-        tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking, self.processor)
+        tokenized = tokenize_prompts(found, tokenizer, self.enable_thinking, self.processor, self.images)
         rows, ids = [each.row for each in tokenized], [each.ids for each in tokenized]
         shown = [each.shown for each in tokenized]
         self.check_images([() if own is None else own.files for own in shown], [len(own) for own in ids], rows)
@@ -190,12 +193,13 @@ class PromptDataModule(TokenizedDataModule):
             limit_name="max_prompt_length",
             overlong=self.overlong,
         )
+        digests = [file.digest for index in kept if (own := shown[index]) is not None for file in own.files]
         return PromptDataset(
             [rows[index].values for index in kept],
             [ids[index][-self.max_prompt_length :] for index in kept],
             kept,
             pad_token_id=tokenizer.pad_token_id,
-            fingerprint=fingerprint(found[index] for index in kept),
+            fingerprint=fingerprint((found[index] for index in kept), digests),
             files=files_by_source(rows[index] for index in kept),
             shown=[shown[index] for index in kept],
             processor=self.processor,
@@ -284,6 +288,7 @@ def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     enable_thinking: bool | None,
     processor: ImageReader | None = None,
+    images: ImagesConfig = ImagesConfig(),
 ) -> list[TokenizedPrompt]:
     """Checks rows of prompts, and returns each with its tokens and images.
 
@@ -292,12 +297,13 @@ def tokenize_prompts(
         tokenizer: Tokenizer with a chat template.
         enable_thinking: Value for rows that have none; None leaves it to the template.
         processor: Processor of a model that reads images; None for a text model.
+        images: Places where images may be.
 
     Raises:
         ValueError: If a row is not as described.
     """
-    checked = [_checked(row, processor) for row in rows]
-    texts = [_text(prompt, tokenizer, enable_thinking, reads_images=processor is not None) for prompt in checked]
+    checked = [_checked(row, processor, images) for row in rows]
+    texts = [_text(prompt, tokenizer, enable_thinking) for prompt in checked]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     found = []
     for prompt, text, own in zip(checked, texts, ids, strict=True):
@@ -336,7 +342,7 @@ def tell_shared_sources(files: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-def _checked(row: Row, processor: ImageReader | None) -> _Prompt:
+def _checked(row: Row, processor: ImageReader | None, images: ImagesConfig) -> _Prompt:
     reward_model = row.values["reward_model"]
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise ValueError(
@@ -346,7 +352,7 @@ def _checked(row: Row, processor: ImageReader | None) -> _Prompt:
         raise ValueError(f"Expected `data_source` to be a name in {row.name}, got {row.values['data_source']!r}.")
     if not isinstance(row.values.get("extra_info"), dict | None):
         raise ValueError(f"Expected `extra_info` to be an object in {row.name}, got {row.values['extra_info']!r}.")
-    prompt, files = messages_and_images(row, "prompt", processor)
+    prompt, files = messages_and_images(row, "prompt", processor, images)
     for number, message in enumerate(prompt, start=1):
         if flags := FLAG_KEYS & message.keys():
             raise ValueError(
@@ -360,10 +366,8 @@ def _checked(row: Row, processor: ImageReader | None) -> _Prompt:
     return _Prompt(replace(row, values={**row.values, "prompt": told, "images": shown}), prompt, files)
 
 
-def _text(
-    prompt: _Prompt, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None, *, reads_images: bool
-) -> str:
-    renderer = ChatRenderer(tokenizer, prompt.row, enable_thinking=enable_thinking, reads_images=reads_images)
+def _text(prompt: _Prompt, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> str:
+    renderer = ChatRenderer(tokenizer, prompt.row, enable_thinking=enable_thinking)
     text = renderer.render(prompt.messages, add_generation_prompt=True)
     renderer.check_written(prompt.messages, text, supervised={})
     return text

@@ -13,17 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, chat_template
 from verl_lightning.data.files import Row
-from verl_lightning.data.images import IMAGE_COLUMNS
 from verl_lightning.data.messages import KNOWN_KEYS, Message
 from verl_lightning.data.written import Tools, pieces_of
 from verl_lightning.data.written_check import structural_complaint
-
-_MEDIA_COLUMNS = ("videos", "video", "audios", "audio", "mm_token_type_ids", "multi_modal_data")
-
-_TEXT_ALONE = (
-    "only text can be learnt from, and images by a model that reads some (docs/vision.md), no sound or video. Leave"
-    " such rows out, or the column, if the messages do without it."
-)
 
 
 class ChatRenderer:
@@ -35,10 +27,9 @@ class ChatRenderer:
             ``enable_thinking`` may be absent.
         enable_thinking: Value for the template where the row has no ``enable_thinking``; None leaves it to the
             template.
-        reads_images: True if the model reads images, so that the row may have some.
 
     Raises:
-        ValueError: If one of these columns is of another kind, or if the row has sound, video or unread images.
+        ValueError: If one of these columns is of another kind.
     """
 
     def __init__(
@@ -47,14 +38,12 @@ class ChatRenderer:
         row: Row,
         *,
         enable_thinking: bool | None,
-        reads_images: bool = False,
     ) -> None:
         own = parse_flag(row.values.get("enable_thinking"), name=f"`enable_thinking` in {row.name}")
         self.tokenizer = tokenizer
         self.row_name = row.name
         self.tools = parse_tools(row.values.get("tools"), name=f"`tools` in {row.name}")
         self.enable_thinking = enable_thinking if own is None else own
-        refuse_media(row, _TEXT_ALONE, images=not reads_images)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -147,22 +136,6 @@ class ChatRenderer:
     def name_of(self, index: int, messages: list[Message]) -> str:
         """Returns the name of a message in error messages."""
         return f"message {index + 1} of {len(messages)} in {self.row_name}"
-
-
-def refuse_media(row: Row, reason: str, *, images: bool = True) -> None:
-    """Refuses a row with columns of images, sound or video.
-
-    Args:
-        row: Row to look at.
-        reason: End of the sentence, which says why and what to do.
-        images: True refuses images too.
-
-    Raises:
-        ValueError: If one of these columns is not empty.
-    """
-    for column in (*IMAGE_COLUMNS, *_MEDIA_COLUMNS) if images else _MEDIA_COLUMNS:
-        if row.values.get(column):
-            raise ValueError(f"The column `{column}` in {row.name} is not empty, but {reason}")
 
 
 def parse_flag(value: Any, *, name: str) -> bool | None:

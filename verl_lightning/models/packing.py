@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from verl_lightning.models.sequence_parallel import SequencePart, exchange, sum_over_group
@@ -43,6 +43,9 @@ class PackedTokens:
 
     shape: tuple[int, int]
     """Rows and response columns of the padded batch."""
+
+    index: Int[Tensor, " total"]
+    """Place of each token in the padded batch, row after row."""
 
     part: SequencePart | None = None
     """Run of the row that these tokens are, where ranks share it; ``cu_seq_lens`` are those of the whole row."""
@@ -80,6 +83,10 @@ class PackedTokens:
             part=part,
             moves=_moves(runs, shares, rank) if balances else None,
         )
+
+    def in_row(self, column: Shaped[Tensor, "*kinds batch sequence"]) -> Shaped[Tensor, "*kinds 1 total"]:
+        """Returns what a padded batch has for each token, in the row. Not where ranks share it."""
+        return column.flatten(-2)[..., self.index].unsqueeze(-2)
 
     def predicting(self, hidden: Float[Tensor, "1 own dim"]) -> Float[Tensor, "1 scored dim"]:
         """Returns the hidden states that predict what this rank scores. Collective where ranks score equal shares.
@@ -148,6 +155,7 @@ def pack(batch: TokenBatch) -> PackedTokens:
     rank = is_real.flatten().cumsum(0) - 1  # of each real token in the row
     return PackedTokens(
         input_ids=batch.input_ids.flatten()[index][None],
+        index=index,
         position_ids=(is_real.cumsum(-1) - 1).flatten()[index][None],
         cu_seq_lens=torch.cat([ends.new_zeros(1), ends]),
         max_length=max(row.tokens for row in lengths),
@@ -156,6 +164,11 @@ def pack(batch: TokenBatch) -> PackedTokens:
         target=target,
         shape=(rows, width),
     )
+
+
+def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
+    """Returns positions that count real tokens only, so that left padding moves nothing."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def _moves(runs: Sequence[range], shares: Sequence[range], rank: int) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -28,10 +28,16 @@ from verl_lightning.models.attention import (
 from verl_lightning.models.blocks import attention_heads
 from verl_lightning.models.fingerprint import base_fingerprint
 from verl_lightning.models.lora import adapters_off
-from verl_lightning.models.packing import pack, true_positions
+from verl_lightning.models.packing import PackedTokens, pack, position_ids, true_positions
 from verl_lightning.models.router_replay import ReadTokens, RouterReplay
 from verl_lightning.models.teaching import Comparison, Lesson, output_weight
-from verl_lightning.models.vision import image_arguments, own_text_embedded, tower_weights
+from verl_lightning.models.vision import (
+    PACKED,
+    image_arguments,
+    own_text_embedded,
+    packed_image_arguments,
+    tower_weights,
+)
 from verl_lightning.types import Scores, TokenBatch
 
 T = TypeVar("T")
@@ -77,13 +83,13 @@ class TokenScorer(nn.Module):
         scores = self._scored(batch, with_entropy)
         return self._touching_tower(scores) if self.trains_tower and torch.is_grad_enabled() else scores
 
-    def _packs(self, batch: TokenBatch) -> bool:
-        """Tell whether a batch is packed: sequences with images are not."""
-        return self.packs and batch.images is None
+    def packs_batch(self, batch: TokenBatch) -> bool:
+        """Tell whether a batch is packed: one with images is not by all models."""
+        return self.packs and (batch.images is None or self.backbone.config.model_type in PACKED)
 
     def _scored(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """Score the response tokens, and send them to the experts that they were sent to before."""
-        score = self._packed if self._packs(batch) else self._padded
+        score = self._packed if self.packs_batch(batch) else self._padded
         if self.router_replay is None:
             return score(batch, with_entropy)
         with self.router_replay.scoring(batch, self._read_tokens(batch)) as recorded:
@@ -91,7 +97,7 @@ class TokenScorer(nn.Module):
         return replace(scores, experts=recorded[0]) if recorded else scores
 
     def _read_tokens(self, batch: TokenBatch) -> ReadTokens:
-        if self._packs(batch):
+        if self.packs_batch(batch):
             positions = true_positions(batch.attention_mask, sum(row.tokens for row in batch.known_lengths()))
         else:
             positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
@@ -131,11 +137,22 @@ class TokenScorer(nn.Module):
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """Score the real tokens alone, in one row; 0 where ``response_mask`` is False."""
-        packed, output_head = pack(batch), None if self.head == "value" else self._linear_head()
-        hidden: Tensor | None
+        packed = pack(batch)
         if self.sequence_group is not None:
-            packed = packed.shared_by(self.sequence_group, balances=output_head is not None)
+            has_linear_head = self.head != "value" and self._linear_head() is not None
+            packed = packed.shared_by(self.sequence_group, balances=has_linear_head)
         inputs = packed.model_inputs(has_kernel=attention_of(self.backbone) == VARLEN)
+        if batch.images is None:
+            return self._from_packed(packed, inputs, batch, with_entropy)
+        inputs |= packed_image_arguments(self.backbone, batch, packed)
+        with own_text_embedded(self.backbone, batch, packed) as input_ids:
+            return self._from_packed(packed, inputs | {"input_ids": input_ids}, batch, with_entropy)
+
+    def _from_packed(
+        self, packed: PackedTokens, inputs: dict[str, Any], batch: TokenBatch, with_entropy: bool
+    ) -> Scores:
+        output_head = None if self.head == "value" else self._linear_head()
+        hidden: Tensor | None
         if self.head == "value":
             hidden = packed.predicting(self.backbone(**inputs).last_hidden_state)
             return Scores(values=packed.unpack(self._values(hidden)))
@@ -251,8 +268,3 @@ def set_dropouts(owner: T, value: float) -> T:
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(number, float):
             setattr(owner, name, value)
     return owner
-
-
-def position_ids(attention_mask: Tensor) -> Int[Tensor, "batch sequence"]:
-    """Return positions that count real tokens only, so that left padding moves nothing."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

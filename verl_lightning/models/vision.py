@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from verl_lightning.models.packing import PackedTokens, position_ids
 from verl_lightning.types import ImageInputs, TokenBatch
 
 MROPE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
@@ -18,6 +19,10 @@ MROPE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 
 TILED = frozenset({"idefics3", "smolvlm"})
 """Model types that take an image as a list of tiles."""
+
+PACKED = MROPE | TILED
+"""Model types whose packed sequences with images are tested to have their padded scores. Gemma-3's tokens of an image
+see one another, for which a packed row has no mask."""
 
 READ = MROPE | TILED | {"gemma3"}
 """Model types whose images are tested to be read as transformers reads them."""
@@ -76,8 +81,26 @@ def image_positions(
     return torch.where(has_images[:, None], found, position_ids)
 
 
+def packed_image_arguments(backbone: PreTrainedModel, batch: TokenBatch, packed: PackedTokens) -> dict[str, Tensor]:
+    """Returns the arguments by which a transformers model is told of the images of packed sequences.
+
+    Args:
+        backbone: Model that reads images, or its trunk.
+        batch: Padded batch on the model's device.
+        packed: Its tokens in a row.
+    """
+    arguments = image_arguments(backbone, batch, position_ids(batch.attention_mask))
+    if "position_ids" in arguments:  # transformers tells sequences apart by those of text, which come first
+        in_row = packed.in_row(arguments["position_ids"])
+        arguments["position_ids"] = torch.cat([packed.position_ids[None], in_row])
+        arguments["mm_token_type_ids"] = packed.in_row(arguments["mm_token_type_ids"])
+    return arguments
+
+
 @contextmanager
-def own_text_embedded(backbone: PreTrainedModel, batch: TokenBatch) -> Iterator[Tensor]:
+def own_text_embedded(
+    backbone: PreTrainedModel, batch: TokenBatch, packed: PackedTokens | None = None
+) -> Iterator[Tensor]:
     """Yields token ids in which the image's token stands for images alone, and embeds the real ids within the context.
 
     A policy may say the token that stands for images in prompts: it is text then, to engines too, while transformers
@@ -86,6 +109,7 @@ def own_text_embedded(backbone: PreTrainedModel, batch: TokenBatch) -> Iterator[
     Args:
         backbone: Model that reads images, or its trunk.
         batch: Batch on the model's device.
+        packed: Its tokens in a row, which the ids are then of; None where the model reads it padded.
     """
     if batch.images is None:
         yield batch.input_ids
@@ -93,6 +117,8 @@ def own_text_embedded(backbone: PreTrainedModel, batch: TokenBatch) -> Iterator[
     assert batch.mm_token_type_ids is not None
     is_said = (batch.input_ids == backbone.config.image_token_id) & (batch.mm_token_type_ids == 0)
     real = batch.input_ids
+    if packed is not None:
+        is_said, real = packed.in_row(is_said), packed.in_row(real)
 
     def look_up(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (torch.where(is_said, real, arguments[0]), *arguments[1:])

@@ -30,6 +30,7 @@ from verl_lightning.models.processor import ImageProcessor, image_processor
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.models.vision import PACKED
 from verl_lightning.modules.doubtful import ask_about_rates, check_plan
 from verl_lightning.modules.generating import generate
 from verl_lightning.modules.interrupted_step import FinishInterruptedStep
@@ -151,11 +152,11 @@ class PostTrainingModule(LightningModule):
 
     def image_obstacle(self) -> str | None:
         """Returns why this run can't learn from images, as the end of a sentence; None if it can."""
-        if self.policy_config.packing == "always":
-            return "`packing: always` does not fit: sequences with images are scored in padded batches. Set `auto`."
         if getattr(self, "distillation", None) is not None:
             return "teachers read text alone so far. Take `model.teacher` out."
         kind = read_config(self.policy_config.path).model_type
+        if self.policy_config.packing == "always" and kind not in PACKED:
+            return f"`packing: always` does not fit: a `{kind}` reads images in padded batches alone. Set `auto`."
         for role in self.roles:
             if (other := read_config(role.config.path).model_type) != kind:
                 return f"`{role.key}` is a `{other}`, which does not read images as the policy, a `{kind}`, does."

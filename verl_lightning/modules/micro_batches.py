@@ -91,7 +91,7 @@ class BatchSplitter:
         example = batches[0].rows_per_example
         budget = TokenBudget(
             max_tokens=self.max_tokens,
-            packs=model.packs and all(batch.images is None for batch in batches),
+            packs=all(map(model.packs_batch, batches)),
             attention_cost=model.attention_cost,
             rows_per_example=example,
             grows=self.grows,

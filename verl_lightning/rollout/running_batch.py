@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from verl_lightning.models.scorer import position_ids
+from verl_lightning.models.packing import position_ids
 from verl_lightning.models.vision import image_arguments, own_text_embedded
 from verl_lightning.rollout.base import Request
 from verl_lightning.rollout.completions import image_fields, pad_left
