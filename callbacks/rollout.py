@@ -120,10 +120,6 @@ class RolloutCallback(Callback):
         """Return why prompts can't have images, as the end of a sentence; None if they can."""
         if self._environments is not None:
             return "episodes in environments read text alone so far. Take `rollout.environment` or `rollout.turns` out."
-        if self.placement is not None:
-            return "`rollout.placement` sends engines text alone so far. Set it to null."
-        if self.max_staleness:
-            return "`rollout.max_staleness` is not tested with images. Set it to 0."
         return None
 
     takes_adapters = False

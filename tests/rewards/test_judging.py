@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from verl_lightning.rewards.judging import Judges, Part
+from verl_lightning.rewards.scoring import units_of
 from verl_lightning.rewards.signatures import BoundReward
 
 
@@ -82,3 +83,9 @@ def test_a_plain_function_that_returns_a_coroutine_is_a_mistake(samples):
 
     assert outcome["is_mistake"]
     assert "Define it with `async def`." in outcome["error"]
+
+
+def test_prompts_of_the_same_words_about_other_images_are_judged_apart(make_sample):
+    samples = [make_sample("4", ground_truth="4", extra_info={"images": [name]}) for name in ("a", "a", "b")]
+
+    assert [len(unit) for unit in units_of(samples, is_batched=True)] == [2, 1]

@@ -28,7 +28,9 @@ from tests.runs import (
 from tests.tiny import ROOT
 from tests.vision.tiny_vision import squares, write_vision_folder
 from tests.vision.vision_ranks import learn, learn_on_two
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFCheckpoint
+from verl_lightning.callbacks.placement import Beside
 from verl_lightning.data.image_files import ImagesConfig
 from verl_lightning.data.prompts import tokenize_prompts
 from verl_lightning.data.rows import read_prompt_rows
@@ -171,15 +173,22 @@ def test_dpo_learns_from_pairs_about_images(tmp_path, folder):
     assert recorder.column("rewards/margins")[-1] > 0.1
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, folder):
-    """With dynamic sampling, whose groups wait in the checkpoint, and the canary, whose prompts do."""
+@pytest.mark.parametrize(
+    ("settings", "rollout"),
+    [
+        ({"dynamic_sampling": DynamicSamplingConfig()}, {}),
+        ({"corrections": [TruncatedImportanceSampling()]}, {"max_staleness": 1}),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, folder, settings, rollout):
+    """Groups of dynamic sampling and responses ahead wait in the checkpoint, as the canary's prompts do."""
     rows = counting_rows(tmp_path, num_rows=12)
 
     def run(max_steps, **options):
         seed_everything(0, verbose=False)
         keep = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        module = make_ppo(folder, dynamic_sampling=DynamicSamplingConfig())
-        callbacks = make_rollout(canary_limit=1e-3), keep
+        module = make_ppo(folder, **settings)
+        callbacks = make_rollout(canary_limit=1e-3, **rollout), keep
         trainer = make_trainer(tmp_path, *callbacks, max_steps=max_steps, enable_checkpointing=True)
         trainer.fit(module, datamodule=make_prompts(rows, max_prompt_length=40), **options)
         return module.state_dict()
@@ -187,6 +196,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, folder):
     whole = run(3)
     resumed = run(3, ckpt_path=str(tmp_path / "kept" / "step=1.ckpt"))
     assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def test_an_engine_in_another_process_sees_the_same_images(tmp_path, folder):
+    """While the policy learns, one step ahead."""
+    recorder = Recorder()
+    rollout = make_rollout(canary_limit=1e-5, placement=Beside(), max_staleness=1)
+    module = make_ppo(folder, corrections=[TruncatedImportanceSampling()])
+    trainer = make_trainer(tmp_path, rollout, recorder, max_steps=2)
+    trainer.fit(module, datamodule=make_prompts(counting_rows(tmp_path), max_prompt_length=40))
+
+    assert recorder.column("rollout/canary_gap") == pytest.approx([0, 0], abs=1e-5)
+    assert recorder.column("rollout/staleness/max") == [0, 1]
 
 
 def test_the_rows_of_the_documentation_are_the_same_to_the_model(tmp_path, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from verl_lightning.data.files import Row
@@ -60,6 +61,13 @@ def refuse_lost(row: Row, *, shows: bool) -> None:
                 f"The column `{column}` in {row.name} seems to hold pictures or sound, which nobody would read. If it"
                 f" is the images of the messages, set `data.columns: {{images: {column}}}`; else leave the column out."
             )
+
+
+def without_media(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row's values without its pictures and videos, also under the names that their columns had before."""
+    known = [values.get(column) for column in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)]
+    found = [each for each in known if has_value(each)]
+    return {name: value for name, value in values.items() if not any(value is each for each in found)}
 
 
 def has_value(value: Any) -> bool:

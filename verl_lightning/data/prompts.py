@@ -16,6 +16,7 @@ from verl_lightning.data.image_files import ImageFile, ImagesConfig
 from verl_lightning.data.images import expand, messages_and_images, read_images, without_marks
 from verl_lightning.data.lengths import Overlong, within_limit
 from verl_lightning.data.loader import BatchSource
+from verl_lightning.data.media import without_media
 from verl_lightning.data.messages import FLAG_KEYS, Message
 from verl_lightning.data.mixture import Mixture, MixtureConfig
 from verl_lightning.data.module import TokenizedDataModule
@@ -363,7 +364,7 @@ def _checked(row: Row, processor: ImageReader | None, images: ImagesConfig) -> _
         return _Prompt(replace(row, values={**row.values, "prompt": prompt}), prompt, files)
     told = [{**message, "content": without_marks(message["content"])} for message in prompt]
     shown = [file.source for file in files]
-    return _Prompt(replace(row, values={**row.values, "prompt": told, "images": shown}), prompt, files)
+    return _Prompt(replace(row, values={**without_media(row.values), "prompt": told, "images": shown}), prompt, files)
 
 
 def _text(prompt: _Prompt, tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> str:

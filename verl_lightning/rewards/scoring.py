@@ -51,12 +51,12 @@ def units_of(samples: Sequence[RewardSample], *, is_batched: bool) -> list[list[
 
     Args:
         samples: Samples of a batch in their order.
-        is_batched: True for a function of lists: a call judges the samples in a row that have the same prompt. Else
-            each sample has its own.
+        is_batched: True for a function of lists: a call judges the samples in a row that are of the same data row, as
+            far as the function is told of it: prompts about images are often the same. Else each has its own.
     """
     if not is_batched:
         return [[sample] for sample in samples]
-    return [list(unit) for _, unit in groupby(samples, lambda sample: sample.prompt)]
+    return [list(unit) for _, unit in groupby(samples, lambda each: (each.prompt, each.ground_truth, each.extra_info))]
 
 
 class ScoringBatch:

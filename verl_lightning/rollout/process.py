@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,7 @@ from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.stepping import GRACE, Recipe, late_message
 from verl_lightning.rollout.weight_sums import WeightSums
 from verl_lightning.rollout.weight_transfer import GPUSender, Transfer, chunks, chunks_on_host
+from verl_lightning.types import PromptImages
 
 STOP_SECONDS = 10.0
 """Seconds that an engine may take to end by itself."""
@@ -230,7 +232,7 @@ class ProcessEngine:
         patience = self.recipe.deadline + self.grace
         asyncio.get_running_loop().call_later(patience, self._give_up_on, requests.keys())
         try:
-            self._send({"do": "generate", "requests": [[key, encode_request(each)] for key, each in requests.items()]})
+            self._send({"do": "generate"} | encode_requests(requests))
         except EngineDiedError as error:
             self._fail(error)
 
@@ -336,9 +338,24 @@ def buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[bytes]:
         yield safetensors.torch.save({name: weight.contiguous() for name, weight in chunk.items()})
 
 
-def encode_request(request: Request) -> dict[str, Any]:
-    """Convert a request to values as JSON has them."""
-    return vars(request) | {"sampling": dataclasses.asdict(request.sampling)}
+def encode_requests(requests: Mapping[int, Request]) -> dict[str, Any]:
+    """Convert requests to values as JSON has them, with the images of each prompt once for all its samples."""
+    shown = {id(request.images): request.images for request in requests.values() if request.images is not None}
+    places = {each: place for place, each in enumerate(shown)}
+    encoded = [
+        [key, vars(each) | {"sampling": dataclasses.asdict(each.sampling), "images": places.get(id(each.images))}]
+        for key, each in requests.items()
+    ]
+    return {"requests": encoded, "images": [encode_images(images) for images in shown.values()]}
+
+
+def encode_images(images: PromptImages) -> dict[str, Any]:
+    """Convert the images of a prompt to values as JSON has them: tensors in the safetensors format, as base64 text."""
+    state = images.state_dict()
+    files = {f"file {number}": file for number, file in enumerate(state["files"])}
+    inputs = {name: value.contiguous() for name, value in state["inputs"].items() if value is not None}
+    tensors = base64.b64encode(safetensors.torch.save(inputs | files)).decode()
+    return {name: state[name] for name in ("mm_token_type_ids", "short_ids")} | {"tensors": tensors}
 
 
 def decode_error(answer: dict[str, Any]) -> Exception:

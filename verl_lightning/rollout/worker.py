@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +29,7 @@ from verl_lightning.rollout.stepping import Recipe, SteppingEngine
 from verl_lightning.rollout.vllm import VLLMEngine
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.weight_transfer import decode_handles
+from verl_lightning.types import PromptImages
 
 T = TypeVar("T")
 
@@ -73,16 +75,17 @@ class Worker:
     def _serve(self, do: str, message: dict[str, Any]) -> None:
         """Does one thing that the trainer waits for, or takes its requests."""
         if do == "generate":
+            images = [decode_images(each) for each in message["images"]]
             for key, request in message["requests"]:
                 self._unfinished.add(key)
-                self._try([key], functools.partial(self._add, key, request))
+                self._try([key], functools.partial(self._add, key, request, images))
         elif do == "weight_sums":
             self._try([], lambda: self._answer({"sums": self._running.weight_sums()}))
         elif self._try([], lambda: self._do(do, message)):
             self._answer({"done": do, "pid": os.getpid()})
 
-    def _add(self, key: int, request: dict[str, Any]) -> None:
-        self._running.add(key, decode_request(request))
+    def _add(self, key: int, request: dict[str, Any], images: Sequence[PromptImages]) -> None:
+        self._running.add(key, decode_request(request, images))
 
     def _step(self) -> None:
         """Has the engine go on with all requests, and answers those that it finishes."""
@@ -200,11 +203,20 @@ def _decode_field(hint: Any, value: Any) -> Any:
     return decode(kinds[0], value)
 
 
-def decode_request(values: dict[str, Any]) -> Request:
-    """Rebuilds the request that `encode_request` made these values of."""
-    sampling = values["sampling"]
+def decode_request(values: dict[str, Any], images: Sequence[PromptImages]) -> Request:
+    """Rebuilds a request that `encode_requests` made these values of, given the images that came with it."""
+    sampling, place = values["sampling"], values["images"]
     guide = sampling["guide"] and Guide(**sampling["guide"])
-    return Request(**values | {"sampling": SamplingConfig(**sampling | {"guide": guide})})
+    own = None if place is None else images[place]
+    return Request(**values | {"sampling": SamplingConfig(**sampling | {"guide": guide}), "images": own})
+
+
+def decode_images(values: dict[str, Any]) -> PromptImages:
+    """Rebuilds the images that `encode_images` made these values of."""
+    tensors = safetensors.torch.load(base64.b64decode(values["tensors"]))
+    files = [tensors.pop(f"file {number}") for number in range(sum(name.startswith("file ") for name in tensors))]
+    state = {name: values[name] for name in ("mm_token_type_ids", "short_ids")}
+    return PromptImages.from_state_dict(state | {"inputs": tensors, "files": files})
 
 
 def main() -> None:
