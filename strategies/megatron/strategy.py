@@ -85,7 +85,7 @@ class MegatronStrategy(MegatronGroups, WatchedStrategy, LightningDDPStrategy):
     _own_precision: Precision | None = None
     distils = False
 
-    image_obstacle = "`trainer.strategy: megatron` is not tested with images. Use `fsdp`, `ddp` or `auto`."
+    image_obstacle = "`trainer.strategy: megatron` passes tokens alone on to its stages. Use `fsdp`, `ddp` or `auto`."
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from tests.vision.tiny_vision import squares, write_processor
 from verl_lightning.data.chat import tokenize_chats
 from verl_lightning.data.files import Row, fingerprint
 from verl_lightning.data.image_files import ImagesConfig, image_file
+from verl_lightning.data.own_rows import digest
 from verl_lightning.data.prompts import tokenize_prompts
 from verl_lightning.data.rows import chat_row, prompt_row, read_prompt_rows
 from verl_lightning.faults import RunError
@@ -222,6 +223,10 @@ def test_rows_whose_pictures_changed_are_other_rows(tmp_path):
     assert one == again != other
     assert fingerprint(rows, [one]) != fingerprint(rows, [other])
     assert fingerprint(rows, []) == fingerprint(rows)
+
+
+def test_pictures_in_rows_of_a_loader_are_told_by_their_content():
+    assert digest({"image": squares(1)}) == digest({"image": squares(1)}) != digest({"image": squares(2)})
 
 
 def test_a_picture_that_goes_away_is_told_by_its_row(tmp_path):

@@ -89,9 +89,10 @@ def test_sft_learns_from_rows_with_and_without_images(tmp_path, folder):
     assert_close(*pixels, rtol=0, atol=0)
 
 
-def test_grpo_samples_what_it_scores(tmp_path, folder):
+@pytest.mark.parametrize("packing", ["auto", "always"])
+def test_grpo_samples_what_it_scores(tmp_path, folder, packing):
     recorder = Recorder()
-    module = make_ppo(folder, actor=make_model_config(folder, lr=1e-3))
+    module = make_ppo(folder, actor=make_model_config(folder, lr=1e-3, packing=packing))
     trainer = make_trainer(tmp_path, make_rollout(canary_limit=1e-5), recorder, max_steps=2)
     trainer.fit(module, datamodule=make_prompts(counting_rows(tmp_path), max_prompt_length=40))
 

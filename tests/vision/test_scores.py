@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.vision.tiny_vision import FAMILIES, squares, write_vision_folder
+from tests.vision.tiny_vision import FAMILIES, HAS_NUM2WORDS, squares, write_vision_folder
 from verl_lightning.compat.transformers import attention_of
 from verl_lightning.models.build import build_scorer, make_backbone
 from verl_lightning.models.config import LoraConfig, ModelConfig
@@ -126,3 +126,11 @@ def test_tokenizer_of_the_folder_writes_the_placeholder(folder):
     text = load_tokenizer(folder).apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
 
     assert image_processor(str(folder)).placeholder in text
+
+
+@pytest.mark.skipif(HAS_NUM2WORDS, reason="the package is there")
+def test_smolvlm_names_the_package_that_its_processor_needs(tmp_path):
+    folder = write_vision_folder(tmp_path, "smolvlm")
+
+    with pytest.raises(ValueError, match="is a model that reads images, but .*pip install num2words"):
+        image_processor(str(folder)).text((16, 16))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from transformers import (
@@ -24,7 +26,9 @@ from transformers import (
 
 from tests.tiny import quickstart
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3"]
+HAS_NUM2WORDS = importlib.util.find_spec("num2words") is not None
+SMOLVLM = pytest.param("smolvlm", marks=pytest.mark.skipif(not HAS_NUM2WORDS, reason="its processor needs num2words"))
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", SMOLVLM]
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 TOKENS += ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
@@ -83,7 +87,8 @@ def write_processor(path: Path, family: str) -> PreTrainedTokenizerFast:
         images = Idefics3ImageProcessorPil(
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=False
         )
-        settings = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
+        name = "SmolVLMProcessor" if family == "smolvlm" else "Idefics3Processor"
+        settings = {"processor_class": name, "image_seq_len": 4}
     images.save_pretrained(path)
     (path / "processor_config.json").write_text(json.dumps(settings))
     return tokenizer

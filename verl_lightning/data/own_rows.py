@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.data.chat import ChatDataset, tokenize_chats
 from verl_lightning.data.files import Row
+from verl_lightning.data.image_files import is_picture
 from verl_lightning.data.prompts import PromptDataset, tokenize_prompts
 from verl_lightning.data.rows import chat_row, prompt_row
-from verl_lightning.pictures import ImageReader
+from verl_lightning.pictures import ImageReader, encode_image
 from verl_lightning.types import PromptBatch, TokenBatch
 
 
@@ -112,5 +113,10 @@ def named(rows: list[dict[str, Any]]) -> list[Row]:
 
 def digest(row: Mapping[str, Any]) -> int:
     """A number that stands for a row's content, from which its samples' seeds follow."""
-    text = json.dumps(row, sort_keys=True, default=str).encode()
+    text = json.dumps(row, sort_keys=True, default=_as_text).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
+
+
+def _as_text(value: Any) -> str:
+    """What stands for a value that JSON lacks: of a picture its content, whose text would be its place in memory."""
+    return encode_image(value).hex() if is_picture(value) else str(value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_lightning.data.files import Row, listed_columns, read_rows
 
-_COMMON = ("tools", "enable_thinking", "images")
+_COMMON = ("tools", "enable_thinking", "images", "videos")
 PROMPT_COLUMNS = ("prompt", "ground_truth", "reward_model", "data_source", "extra_info", *_COMMON)
 CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", "system", *_COMMON)
 

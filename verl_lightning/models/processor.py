@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.library_errors import LIBRARY_ERRORS, first_line, model_must_be_at
 from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_processor
-from verl_lightning.models.vision import READ, TILED, has_tower
+from verl_lightning.models.vision import MROPE, READ, TILED, has_tower
 from verl_lightning.types import ImageInputs
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class ImageProcessor:
         """Returns the text of the tokens that stand for an image, which depends on its width and height alone."""
         from PIL import Image
 
+        if self.model_type in MROPE:  # the number alone changes, and can be told without a picture to read
+            images, (width, height) = self.processor.image_processor, size
+            patches = images.get_number_of_image_patches(height, width, {})
+            return self.image_token * int(patches // images.merge_size**2)
         if size not in self._texts:
             found = self._read([Image.new("RGB", size)], return_text_replacement_offsets=True)
             self._texts[size] = str(found["text_replacement_offsets"][0][0]["replacement"])
