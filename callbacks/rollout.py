@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -332,6 +332,12 @@ class RolloutCallback(Callback):
         """Send the engine the policy as it is now, adapters merged in. Collective."""
         assert self._engine is not None
         self._engine.load_weights(self._weights(module), self._weights_version)
+
+    def ready_to_answer(self, module: PostTrainingModule) -> Callable[[Request], Awaitable[Completion]]:
+        """Send the running engine the policy as it is now; returns what asks it for one response. Collective."""
+        assert self._engine is not None
+        self._attempt(module, lambda: self._send_weights(module))
+        return self._engine.generate
 
     def _send_weights(self, module: PostTrainingModule) -> None:
         """Send the engine a new version of the weights, under responses that are on their way too. Collective."""

@@ -238,6 +238,11 @@ def missing_package(user: str, module: str, way_out: str) -> str | None:
     return f"{user} needs the package `{module}`, which is not installed. {way_out}"
 
 
+def missing_for_remote_teacher() -> str | None:
+    """Says that a teacher behind an address lacks its package; None if it is installed."""
+    return missing_package("`model.teacher.base_url`", "openai", "Install it: `pip install openai`.")
+
+
 def missing_attention(name: str) -> str | None:
     """Says that the package of an ``attn_implementation`` is not installed; None if it is, or if none is needed.
 

@@ -20,7 +20,7 @@ HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 STANDS_ALONE = re.compile(r"-h|--(.+\.)?(help|print_config|print_shtab|print_shtab=.*)")
 """Pattern of a flag that needs no value."""
 
-OTHER_SUBCOMMANDS = ("ray", "slurm", "kubernetes", "migrate", "runs", "doctor")
+OTHER_SUBCOMMANDS = ("ray", "slurm", "kubernetes", "migrate", "runs", "evaluate", "doctor")
 """Subcommands that are answered without Lightning's CLI."""
 
 

@@ -50,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         launch(argv[1:])
         raise SystemExit(0)
+    if argv[0] == "evaluate":
+        from verl_lightning.cli.evaluation.command import main as evaluate  # late: only this needs it
+
+        evaluate(argv[1:])
+        raise SystemExit(0)
     if argv[0] in ANSWERS:
         module, function = ANSWERS[argv[0]]
         answer(getattr(importlib.import_module(module), function), argv[1:])

@@ -10,6 +10,7 @@ usage: verl-fit [ray --num-workers N] [fit|validate|test] --config FILE_OR_NAME 
        verl-fit kubernetes --image I --claim C --cpus-per-node N [ray ...] --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit migrate FILE [KEY=VALUE ...]
        verl-fit runs [FOLDER]
+       verl-fit evaluate --tasks NAMES --config FILE_OR_NAME [--KEY VALUE ...]
        verl-fit doctor [PART ...]
 
 Post-trains language models with reinforcement learning (PPO, GRPO and others) or supervised fine-tuning, on PyTorch
@@ -23,6 +24,7 @@ Lightning. Settings come from one or more YAML files, merged in their order; fla
   kubernetes Write a manifest for KubeRay that runs any of these; see verl-fit kubernetes --help.
   migrate    Translate a configuration of verl; see verl-fit migrate --help.
   runs       List the runs in a folder, how far they are and how they ended.
+  evaluate   Run tasks of lm-eval or inspect on a policy; see verl-fit evaluate --help.
   doctor     Show versions, GPUs, and what each part needs; see verl-fit doctor --help.
 
 Examples:

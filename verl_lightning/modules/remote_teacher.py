@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl_lightning.faults import RunError
 from verl_lightning.modules.teacher_config import TeacherConfig
+from verl_lightning.needs import missing_for_remote_teacher
 from verl_lightning.types import TokenBatch
 
 Listed = Sequence[Mapping[str, Mapping[str, float]] | None]
@@ -42,10 +43,10 @@ class RemoteTeacher:
 
     @cached_property
     def _client(self) -> Any:
-        try:
-            import openai
-        except ImportError as error:
-            raise ImportError("`model.teacher.base_url` needs the package `openai`: `pip install openai`.") from error
+        if (complaint := missing_for_remote_teacher()) is not None:
+            raise ValueError(complaint)
+        import openai  # late: models that teach need none
+
         return openai.OpenAI(base_url=self._config.base_url, api_key=self._key)
 
     def top_log_probs(

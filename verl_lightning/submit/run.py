@@ -17,10 +17,7 @@ from verl_lightning.cli.preflight.words import read_settings
 from verl_lightning.launch.actor_demands import GRACE, actor_demands
 from verl_lightning.launch.options import LaunchOptions, parse_launch
 from verl_lightning.ray.cluster import Node, shortage
-from verl_lightning.run_records import timed_name
-
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9.-]*")
-"""Pattern of a run's name: it is part of file names, and YAML must not read it as a number."""
+from verl_lightning.run_records import stem_of, timed_name, wrong_name
 
 INTERACTIVE = ("bash", "interactive")
 """Names of jobs in which Lightning takes no notice of SLURM."""
@@ -106,18 +103,18 @@ def read_run(words: Sequence[str], name: str | None) -> Run:
     for complaint in about_parts(reading):
         raise ValueError(complaint)
     name = default_name(normalized) if name is None else name
-    if not NAME.fullmatch(name) or name in INTERACTIVE:
-        raise ValueError(
-            f"`--name {name}`: expected a letter, then letters, digits, dots or dashes, such as `grpo-7b`."
-        )
+    if (wrong := wrong_name(name)) is not None:
+        raise ValueError(wrong)
+    if name in INTERACTIVE:
+        raise ValueError(f"`--name {name}`: in a job of this name, Lightning takes no notice of SLURM. Choose another.")
     return Run(
         name=name, words=inner, reading=reading, ray=options, ray_words=[word for word in ray_words if word != "--"]
     )
 
 
 def default_name(words: Sequence[str]) -> str:
-    """Makes a name of the first configuration and the time."""
-    stems = [Path(words[at + 1]).stem for at, word in enumerate(words[:-1]) if word == "--config"]
+    """Makes a name of the first configuration and the time, as a run does that is given none."""
+    stems = [stem_of(Path(words[at + 1])) for at, word in enumerate(words[:-1]) if word == "--config"]
     return timed_name(next(iter(stems), words[0]))
 
 

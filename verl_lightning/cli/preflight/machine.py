@@ -17,6 +17,7 @@ from verl_lightning.needs import (
     missing_attention,
     missing_checkpoint,
     missing_data_file,
+    missing_for_remote_teacher,
     missing_megatron,
     missing_model,
     missing_package,
@@ -105,6 +106,8 @@ def about_packages(reading: Reading) -> Iterator[str]:
     if reading.own_class("model") is not None and reading.get("model.reward.backend") == "ray":
         way_out = "Install it, `pip install 'verl-lightning[ray]'`, or set `model.reward.backend: processes`."
         yield from told(missing_package("`model.reward.backend: ray`", "ray", way_out))
+    if reading.own_class("model") is not None and reading.get("model.teacher.base_url") is not None:
+        yield from told(missing_for_remote_teacher())
     if reading.get("trainer.precision") in ("transformer-engine", "transformer-engine-float16"):
         way_out = "Install `transformer-engine[pytorch]`, or choose another precision, such as `bf16-mixed`."
         yield from told(missing_package("`trainer.precision: transformer-engine`", "transformer_engine", way_out))
