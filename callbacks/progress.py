@@ -88,6 +88,13 @@ class PhaseProgressBar(TQDMProgressBar):
             found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
             self._tell(f"validation after step {trainer.global_step}", found)
 
+    @override
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        if not self.is_disabled:
+            super().print(*args, sep=sep, **kwargs)
+        elif self.is_enabled:  # Lightning would write above a bar, of which there is none
+            sys.stdout.write(sep.join(map(str, args)) + "\n")
+
     def _tells(self, trainer: Trainer) -> bool:
         return self.is_enabled and not is_live() and trainer.is_global_zero
 

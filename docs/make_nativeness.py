@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nativeness import CALLBACKS, FLAGS, LOGGERS, PRECISIONS, PROFILERS, STRATEGIES, Stock  # noqa: E402
+from tests.nativeness import BY_HAND, CALLBACKS, FLAGS, LOGGERS, PRECISIONS, PROFILERS, STRATEGIES, Stock  # noqa: E402
 
 README = ROOT / "README.md"
 NEEDS = "needs the package"
@@ -45,10 +45,12 @@ def shown(name: str, stock: Stock) -> str:
 
 
 def reasons() -> list[str]:
-    """The sentence of each refusal, once."""
+    """The sentence of each refusal, once, and what was tried by hand."""
     found = dict.fromkeys(each.refusal for stock in KINDS.values() for each in stock.values() if each.refusal)
     first = "What is refused is refused before models load, in a message that begins so and says what to use:"
-    return [first, "", *(f"- {each}" for each in found)]
+    by_hand = "Loggers whose packages the tests lack were tried by hand, on 2026-11-30:"
+    tried = (f"- {what}: {outcome}." for what, outcome in BY_HAND.items())
+    return [first, "", *(f"- {each}" for each in found), "", by_hand, "", *tried]
 
 
 def written(text: str) -> str:

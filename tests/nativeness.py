@@ -71,6 +71,14 @@ LOGGERS = {
 }
 """Loggers by name; of those whose package the tests lack, only that they ask for it is known."""
 
+BY_HAND = {
+    "`MLFlowLogger` with mlflow-skinny 3.17.2 writes its metrics to files, of two PPO steps": "works",
+    "`SwanLabLogger` of swanlab 0.10.3, offline, of two PPO steps; it wants protobuf below 7": "works",
+    "`CometLogger` with comet-ml 3.58.8, offline: training ends, but leaves no archive": "not shown to work",
+    "Trackio 0.0.6 has no logger for Lightning": "not tried",
+}
+"""What was tried once by hand, on 2026-11-30, as the tests lack the packages; and what came of it."""
+
 PROFILERS = {
     "AdvancedProfiler": Stock(),
     "PassThroughProfiler": Stock(),

@@ -33,6 +33,7 @@ def test_in_a_pipe_each_step_is_one_line(fit, capsys):
     assert all("reward=" in line for line in lines)
     assert "tokens/s=" in lines[0]
     assert "\r" not in output
+    assert "Memory plan of each device" in output  # Lightning's bars, where they are not drawn, swallow what is printed
 
 
 def test_the_bar_shows_phases_reward_and_speed(fit, capsys, monkeypatch):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.accelerators import cuda
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -114,8 +117,17 @@ def test_a_compiled_module_is_known():
     assert compat.is_compiled(module)
 
 
+def test_tips_are_known():
+    text = Path(cuda.__file__).read_text()
+    assert compat.TIPS[-1] in text
+    assert all(not compat.is_no_tip(logging.makeLogRecord({"msg": f"a {tip}"})) for tip in compat.TIPS)
+
+
 def test_a_wandb_loggers_run_is_chosen(tmp_path):
     logger = WandbLogger(save_dir=tmp_path, offline=True)
+    assert logger._wandb_init["anonymous"] is None
+    compat.leave_out_anonymous(logger)
+    assert "anonymous" not in logger._wandb_init
     assert logger._id is None
     assert "id" in logger._wandb_init
     compat.name_wandb_run(logger, "shown")

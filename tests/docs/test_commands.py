@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.toy import ParsedCLI
 from verl_lightning.cli import normalize_arguments
+from verl_lightning.cli.evaluation.command import parse
 from verl_lightning.cli.phase_settings import split_phases
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def commands() -> list[tuple[str, str]]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A checkout's folders, with the files that pages tell the reader to write."""
+    (tmp_path / "tasks").mkdir()
     for name in ("examples", "configs", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     for page in PAGES:
@@ -73,7 +75,12 @@ def test_a_command_of_a_page_means_something(page, command):
 
 def check_fit(words: list[str]) -> None:
     """Parsed and built, but not run."""
-    if words[0] in OTHER_COMMANDS:
+    if words[0] == "evaluate":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("verl_lightning.needs.has_package", lambda module: True)
+            _, settings = parse([word for word in words[1:] if word not in ("--ckpt_path", *AFTER_A_RUN)])
+        ParsedCLI([*settings, *HERE])
+    elif words[0] in OTHER_COMMANDS:
         own, _, passed_on = " ".join(words).partition(" -- ")
         check_help(["verl-fit", words[0]], own.split()[1:])
         if passed_on:

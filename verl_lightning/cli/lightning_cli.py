@@ -30,7 +30,7 @@ from verl_lightning.cli.errors import did_you_mean, of_trainer
 from verl_lightning.cli.parser import Parser, class_parser
 from verl_lightning.cli.run_names import choose_run, name_in_wandb, new_name, with_own_logger
 from verl_lightning.cli.save_config import LAST, SaveConfig
-from verl_lightning.compat.lightning import chosen_version, hide_marketing, hide_treespec_warning
+from verl_lightning.compat.lightning import chosen_version, hide_tips, hide_treespec_warning
 from verl_lightning.compat.lightning_cli import OpenCLI
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.digests import DamagedFileError
@@ -100,7 +100,7 @@ class CLI(OpenCLI):
             self._command = words[0] if words and words[0] in SUBCOMMANDS else SUBCOMMANDS[0]
         # Attribute docstrings explain the fields of dataclasses. They cost a second, and only help pages show them.
         set_parsing_settings(docstring_parse_attribute_docstrings=any("help" in word for word in words))
-        hide_marketing()
+        hide_tips()
         hide_treespec_warning()
         super().__init__(
             args=words if settings is None else settings,

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from verl_lightning.compat.lightning import chosen_version, name_wandb_run
+from verl_lightning.compat.lightning import chosen_version, leave_out_anonymous, name_wandb_run
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.run_folders import name_of
 from verl_lightning.run_records import CONFIG_FILE, RECORD_FILE, stem_of, timed_name, version_of, wrong_name
@@ -69,7 +69,8 @@ def new_name(configs: Sequence[object], model: str, name: str | None, command: s
 def name_in_wandb(trainer: Trainer) -> None:
     """Shows a run in Weights & Biases under the name of its folder, unless the user has chosen one."""
     logger = trainer.logger
-    if isinstance(logger, ResumableCSVLogger) and trainer.is_global_zero:
-        for other in trainer.loggers:
-            if isinstance(other, WandbLogger):
+    for other in trainer.loggers:
+        if isinstance(other, WandbLogger):
+            leave_out_anonymous(other)
+            if isinstance(logger, ResumableCSVLogger) and trainer.is_global_zero:
                 name_wandb_run(other, name_of(logger.version))

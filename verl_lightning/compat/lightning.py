@@ -21,15 +21,19 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from typing_extensions import override
 
-
-def hide_marketing() -> None:
-    """Keep Lightning from giving tips to install its other products."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_marketing)
+TIPS = ("litlogger", "litmodels", "that has Tensor Cores")
+"""Words of tips to install Lightning's other products, and to compute float32 in less, for which no run has a key."""
 
 
-def is_no_marketing(record: logging.LogRecord) -> bool:
+def hide_tips() -> None:
+    """Keep Lightning from giving tips that say nothing of the run."""
+    for package in ("fabric", "pytorch"):
+        logging.getLogger(f"lightning.{package}.utilities.rank_zero").addFilter(is_no_tip)
+
+
+def is_no_tip(record: logging.LogRecord) -> bool:
     """Tell what Lightning says of a run from a tip."""
-    return not any(product in record.getMessage() for product in ("litlogger", "litmodels"))
+    return not any(words in record.getMessage() for words in TIPS)
 
 
 def hide_treespec_warning() -> None:
@@ -290,6 +294,12 @@ def next_version(logger: CSVLogger) -> int:
 def name_wandb_run(logger: WandbLogger, name: str) -> None:
     """Give a run that has not begun a name to show, unless it has one."""
     logger._wandb_init["name"] = logger._wandb_init["name"] or name
+
+
+def leave_out_anonymous(logger: WandbLogger) -> None:
+    """Keep a logger from passing on an option that W&B has given up, and warns of, where the user has not set it."""
+    if logger._wandb_init.get("anonymous", "") is None:
+        del logger._wandb_init["anonymous"]
 
 
 def continue_wandb_run(logger: WandbLogger, run_id: str) -> None:

@@ -25,9 +25,9 @@ Runs tasks of lm-eval (--tasks) or inspect (--inspect) on the policy of a run, w
 these options is the usual command line of verl-fit validate: settings, with --ckpt_path for the weights of a
 checkpoint. Without --ckpt_path it is the model at model.actor.path, such as a folder that HFCheckpoint has written.
 
-  verl-fit evaluate --tasks gsm8k --limit 100 --config runs/first/config.yaml --ckpt_path last
+  verl-fit evaluate --tasks gsm8k --limit 100 --config grpo --name first --ckpt_path last
   verl-fit evaluate --tasks gsm8k --config grpo --model.actor.path runs/first/hf/last
-  verl-fit evaluate --inspect my_task.py --config runs/first/config.yaml --ckpt_path last
+  verl-fit evaluate --inspect my_task.py --config grpo --name first --ckpt_path last
 
 One process runs it, on one device. Scores are printed and written to evaluation.json in a folder below
 trainer.default_root_dir. The packages: pip install lm_eval, pip install inspect_ai.
