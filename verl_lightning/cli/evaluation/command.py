@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments
 from verl_lightning.cli.command import fail, show_error
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     folder, scores = evaluate(options, arguments)
     path = folder / RESULTS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([score._asdict() for score in scores], indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([asdict(score) for score in scores], indent=2) + "\n", encoding="utf-8")
     sys.stdout.write("".join(f"{line}\n" for line in (*table(scores), f"Written to `{path}`.")))
 
 
@@ -157,7 +157,8 @@ def table(scores: Sequence[Score]) -> Iterator[str]:
     """Yields lines that show the scores."""
     from verl_lightning.cli.runs import align
 
-    rows: list[tuple[Any, ...]] = [("task", "metric", "value", "stderr", "samples")]
-    for task, metric, value, stderr, samples in scores:
-        rows.append((task, metric, f"{value:.4f}", "" if stderr is None else f"{stderr:.4f}", str(samples)))
+    rows: list[tuple[str, ...]] = [("task", "metric", "value", "stderr", "samples")]
+    for score in scores:
+        stderr = "" if score.stderr is None else f"{score.stderr:.4f}"
+        rows.append((score.task, score.metric, f"{score.value:.4f}", stderr, str(score.samples)))
     yield from align(rows)

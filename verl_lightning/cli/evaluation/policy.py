@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ PAIRS_PER_PASS = 16
 """Sequences that are scored at once."""
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """A metric of a task."""
 
     task: str
