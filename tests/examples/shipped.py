@@ -77,6 +77,8 @@ def words_for(file: str, strategy: str, devices: int) -> list[str]:
     critic = [(part.get("model", {}).get("init_args", {}).get("critic") or {}).get("model") for part in settings]
     words += ["--model.critic.model.path", "model"] if critic[-1] else []
     words += ["--model.teacher.path", "teacher", "--model.teacher.dtype", "float32"] if has_teacher(file) else []
+    shaping = [part.get("model", {}).get("init_args", {}).get("shaping") for part in settings]
+    words += ["--model.shaping.overlong_buffer", "2"] if shaping[-1] else []  # below the longest response
     words += SIZES.split() if strategy == "megatron" and "megatron" in own else []
     return [word for name in files for word in ("--config", str(ROOT / name))] + ["--strategy", strategy, *words]
 
