@@ -35,6 +35,7 @@ from verl_lightning.models.weights import as_type, merged_weights, whole
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.host_groups import host_group
 from verl_lightning.strategies.memory import ModelMemory, whole_memory
+from verl_lightning.strategies.weight_decay import make_groups, part_state
 from verl_lightning.types import BatchT, Scores, TokenBatch
 
 LossFn = Callable[[Scores, BatchT], tuple[Tensor, Mapping[str, Metric]]]
@@ -85,10 +86,9 @@ class PostTrainingStrategy:
 
     def make_optimizer(self, model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         """AdamW over the trainable weights of a model, as Lightning wants it from ``configure_optimizers``."""
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = self.adamw(
-            parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-        )
+        groups = make_groups(model, config)
+        optimizer = self.adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        optimizer.register_load_state_dict_pre_hook(lambda own, state: {**part_state(own, model, state)})
         optimizer.register_step_post_hook(forget_gradient_scale)
         return optimizer
 

@@ -32,6 +32,7 @@ from verl_lightning.strategies.sharded_io import (
     write_settings,
 )
 from verl_lightning.strategies.sharded_metadata import DATA_SUFFIX, METADATA_FILE
+from verl_lightning.strategies.weight_decay import part_state
 
 SETTINGS_FILE = "meta.pt"
 """Everything but tensors of models and optimizers; Lightning's own name for it."""
@@ -82,10 +83,17 @@ def load_sharded_optimizer(model: nn.Module, optimizer: Optimizer, index: int, r
         DamagedFileError: If a file is not as it was written.
     """
     key = f"optimizer_{index}"
-    state = {key: get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    names = [group["params"] for group in state["param_groups"]]
+    stored = reader.read_metadata().state_dict_metadata
+    is_parted = len(names) == 1 or any(name.startswith(f"{key}.param_groups.1.") for name in stored)
+    if not is_parted:  # an older checkpoint, with norms and biases in the group of all weights
+        state["param_groups"] = state["param_groups"][:1]
     with failures_told():
-        load(state, storage_reader=reader)
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key])
+        load({key: state}, storage_reader=reader)
+    if not is_parted:
+        state["param_groups"] = [state["param_groups"][0] | {"params": own} for own in names]
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
 
 
 def load_whole_model(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -103,14 +111,16 @@ def load_whole_model(model: nn.Module, state: Mapping[str, Tensor], *, strict: b
         copy_whole(targets[name], state[name])
 
 
-def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_whole_optimizer(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Take this rank's part of an optimizer's state as an unsharded run has written it."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parted = part_state(optimizer, model, state)
+    pairs = zip(parted["param_groups"], optimizer.param_groups, strict=True)
+    owners = {i: p for saved, own in pairs for i, p in zip(saved["params"], own["params"], strict=True)}
     states = {
-        index: {name: _shard_like(parameters[index], value) for name, value in slots.items()}
-        for index, slots in state["state"].items()
+        index: {name: _shard_like(owners[index], value) for name, value in slots.items()}
+        for index, slots in parted["state"].items()
     }
-    optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
+    optimizer.load_state_dict({**parted, "state": states})
 
 
 def read_whole(path: Path, *, weights_only: bool | None, with_optimizers: bool = True) -> dict[str, Any]:

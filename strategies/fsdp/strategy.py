@@ -345,7 +345,7 @@ class FSDPStrategy(FSDPGroups, WatchedStrategy, OpenModelParallelStrategy):
                 with naming_another(reader.folder):
                     load_sharded_optimizer(self.model, optimizer, index, reader)
             else:
-                load_whole_optimizer(optimizer, checkpoint["optimizer_states"][index])
+                load_whole_optimizer(self.model, optimizer, checkpoint["optimizer_states"][index])
 
     @override
     def teardown(self) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from verl_lightning.compat import megatron as compat
 from verl_lightning.models.config import OptimConfig
+from verl_lightning.strategies.weight_decay import decay_of_spared, norms_and_biases
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import ChainedOptimizer
@@ -123,7 +124,7 @@ def _has_order_of(part: Any, state: Mapping[str, Any]) -> bool:
 def make_megatron_optimizer(
     chunks: list[nn.Module], config: OptimConfig, *, use_distributed_optimizer: bool, is_bf16: bool
 ) -> MegatronOptimizer:
-    """AdamW over the trainable weights of a model, with the same decay for all of them. Collective.
+    """AdamW over the trainable weights of a model, by the groups of every strategy. Collective.
 
     Args:
         chunks: The model's pieces, wrapped in Megatron's DDP.
@@ -131,7 +132,8 @@ def make_megatron_optimizer(
         use_distributed_optimizer: Whether ranks share the optimizer's state, as in the pieces' own config.
         is_bf16: Keep the optimizer's weights in float32 beside bfloat16 ones.
     """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamPredicate
 
     ddp_config: Any = chunks[0].ddp_config
     assert ddp_config.use_distributed_optimizer == use_distributed_optimizer
@@ -149,8 +151,11 @@ def make_megatron_optimizer(
         use_distributed_optimizer=use_distributed_optimizer,
         overlap_param_gather=ddp_config.overlap_param_gather,
     )
-    # No overrides: Megatron's own would leave norms and biases out of the decay.
-    inner = get_megatron_optimizer(settings, chunks, config_overrides={})
+    spared = {id(parameter) for chunk in chunks for parameter in norms_and_biases(chunk)}
+    key = ParamKey(predicate=ParamPredicate(name="norms and biases", fn=lambda parameter: id(parameter) in spared))
+    inner = get_megatron_optimizer(settings, chunks, config_overrides={key: {"wd_mult": 0.0}})
+    for group in inner.param_groups:  # Megatron's own scheduler, which is not used, multiplies by `wd_mult`
+        group["weight_decay"] = config.weight_decay if group["wd_mult"] else decay_of_spared(config)
     compat.forget_rates(inner.param_groups)
     for part in inner.chained_optimizers if use_distributed_optimizer else ():
         compat.keep_buckets_apart(part)

@@ -132,7 +132,7 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
 
     Raises:
         ValueError: If an override is unknown or belongs to an option of its own, or the bridge leaves out what the
-            model's config says.
+            model's config says, or Megatron can't train such a model.
     """
     if fields := unhonoured(read_config(config.path), _describe):
         raise ValueError(sentence("megatron.bridge: megatron_bridge", config.path, fields))
@@ -143,6 +143,11 @@ def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings:
     for name, value in (ours | checked_overrides(provider, settings.transformer)).items():
         setattr(provider, name, value)
     provider.finalize()
+    if provider.num_moe_experts and provider.add_bias_linear and not settings.uses_transformer_engine:
+        raise ValueError(
+            f"`path: {config.path}`: Megatron-Core can't train experts with biases without TransformerEngine, which is"
+            " not used. Use `fsdp`, which trains any model of transformers."
+        )
     set_process_groups(provider)
     return provider
 

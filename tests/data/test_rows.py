@@ -7,6 +7,7 @@ import pytest
 from tests.data.published import tokenizer_for
 from tests.tiny import tiny_tokenizer
 from verl_lightning.data import ChatDataModule, PromptDataModule
+from verl_lightning.data.preference_rows import read_preferences
 from verl_lightning.data.rows import read_chat_rows, read_prompt_rows
 
 ASKED, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
@@ -72,6 +73,61 @@ def test_only_the_completion_is_trained(tmp_path):
     assert one(read_chat_rows, tmp_path, row)["messages"] == [ASKED, {**SAID, "loss_mask": 0}, ASKED, SAID]
 
 
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, SAID]},
+        {"messages": [SYSTEM, ASKED, SAID]},
+        {"prompt": ASKED["content"], "completion": SAID["content"]},
+        {"conversations": [{"from": "human", "value": ASKED["content"]}, {"from": "gpt", "value": SAID["content"]}]},
+    ],
+)
+def test_a_column_of_the_system_begins_the_conversation(tmp_path, name, row):
+    messages = one(read_chat_rows, tmp_path, {name: "s", **row})["messages"]
+    assert [(each["role"], each["content"]) for each in messages] == [
+        (each["role"], each["content"]) for each in (SYSTEM, ASKED, SAID)
+    ]
+
+
+def test_a_column_of_the_system_begins_prompts_and_preferences(tmp_path):
+    assert one(read_prompt_rows, tmp_path, {"system": "s", "prompt": "a", "ground_truth": "b"})["prompt"] == [
+        SYSTEM,
+        {"role": "user", "content": "a"},
+    ]
+    row = {"system": "s", "prompt": [ASKED], "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
+    (preference,) = read_preferences(write(tmp_path / "a.jsonl", row), None)[1]
+    assert [response.row.values["messages"][0] for response in preference.responses] == [SYSTEM, SYSTEM]
+
+
+def test_variables_of_the_template_are_taken_from_the_row(tmp_path):
+    """SmolTalk 2 has them as TRL reads them."""
+    tokenizer = tokenizer_for("qwen3")
+    row = {"prompt": "a", "ground_truth": "b", "chat_template_kwargs": {"enable_thinking": False, "xml_tools": []}}
+    data = PromptDataModule("a", prompts_per_step=1, val_batch_size=1, max_prompt_length=99)
+
+    (ids,) = data.read(write(tmp_path / "a.jsonl", row), tokenizer).prompt_ids
+
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    unread = {**row, "chat_template_kwargs": '{"custom_instructions": "Be nice."}'}
+    with pytest.raises(ValueError, match="does not read `custom_instructions` of `chat_template_kwargs` in row 1"):
+        data.read(write(tmp_path / "b.jsonl", unread), tokenizer)
+
+
+def test_what_an_answer_of_openais_has_beside_its_text_says_nothing(tmp_path):
+    """`annotations: []` and nulls, as `model_dump()` writes them."""
+    said = {**SAID, "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    data = ChatDataModule("a", batch_size=1, max_length=1024)
+    plain, whole = (
+        data.read(write(tmp_path / "a.jsonl", {"messages": [ASKED, message]}), tokenizer_for("qwen3")).chats
+        for message in (SAID, said)
+    )
+    assert plain == whole
+
+
 def test_calls_and_results_of_share_gpt(tmp_path):
     turns = [
         ("human", "a"),
@@ -101,6 +157,15 @@ def test_calls_and_results_of_share_gpt(tmp_path):
         (read_chat_rows, {"x": 1}, r'`messages` is missing in row 1 .* Such a row would do: {"messages": \[{"role"'),
         (read_chat_rows, {"conversations": [{"from": "me", "value": "a"}]}, "Expected turns with `from` .*human.* got"),
         (read_chat_rows, {"conversations": "a"}, "Expected `conversations` to be a list"),
+        (read_chat_rows, {"conversations": ["a", "b"]}, "Expected turns with `from` .* got a. This would do"),
+        (read_chat_rows, {"dialog": [ASKED, SAID]}, "Set `data.columns: {messages: dialog}`"),
+        (read_chat_rows, {"dialog": [{"from": "human", "value": "a"}]}, "`data.columns: {conversations: dialog}`"),
+        (read_chat_rows, {"prompt": [ASKED], "response": "a"}, "Set `data.columns: {completion: response}`"),
+        (read_chat_rows, {"instruction": "a", "input": "b", "output": "c"}, "`input` would not be read: join it"),
+        (read_chat_rows, {"prompt": "a", "chosen": "b", "rejected": "c"}, "which `PreferenceDataModule` reads"),
+        (read_prompt_rows, {"messages": [ASKED], "ground_truth": "4"}, "Set `data.columns: {prompt: messages}`"),
+        (read_chat_rows, {"system": "s", "messages": [{**SYSTEM, "content": "t"}, SAID]}, "`system` and the first"),
+        (read_preferences, {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "Give `prompt` as messages"),
     ],
 )  # fmt: skip
 def test_a_refusal_shows_what_would_do(tmp_path, read, row, complaint):

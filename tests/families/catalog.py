@@ -85,6 +85,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Model types of transformers, and what a tiny config of each has beside `SIZES`."""
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2, no sliding window": ("qwen2", {"use_sliding_window": False, "layer_types": None}),
+    "qwen3_moe, experts in all layers": ("qwen3_moe", {"mlp_only_layers": []}),
+}
+"""Families as most published models of them are, where what others have of `FAMILIES` is refused by a strategy."""
+
+
+def write_named(path: Path, name: str) -> Path:
+    """Write the tiny model of a family or variant as transformers does it."""
+    model_type, changes = VARIANTS.get(name, (name, {}))
+    return write_folder(path, model_type, **changes)
+
+
 def make_config(model_type: str, **changes: Any) -> Any:
     """Make a tiny config of a family; a size that is None is left to the family."""
     usual, own = AutoConfig.for_model(model_type), FAMILIES.get(model_type, {}) | changes

@@ -20,7 +20,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, seed_everything
 
-from tests.families.catalog import FAMILIES, write_folder
+from tests.families.catalog import FAMILIES, VARIANTS, write_named
 from tests.families.family_parts import gap_of, transformers_log_probs
 from tests.models.packed_models import make_batch
 from tests.processes import on_ranks
@@ -148,13 +148,13 @@ def record(column: str, results: dict[str, str]) -> None:
 
 def main(column: str, families: list[str]) -> None:
     """Runs a column for some families, or all."""
-    families = families or sorted(FAMILIES)
+    families = families or sorted(FAMILIES | VARIANTS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_chat_file(folder / "chats.jsonl")
         write_prompt_file(folder / "prompts.jsonl")
         for family in families:
-            write_folder(folder / family, family)
+            write_named(folder / family, family)
             tiny_tokenizer().save_pretrained(folder / family)
         if column == "vllm":
             run_vllm(families, folder)

@@ -185,7 +185,14 @@ def load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
         state: State that a checkpoint holds for the optimizer.
     """
     tensors = state.pop("param_state", None)
-    forget_rates(state.get("optimizer", state)["param_groups"])
+    saved = state.get("optimizer", state)
+    forget_rates(saved["param_groups"])
+    if all(group["wd_mult"] for group in saved["param_groups"]):  # of before norms and biases had a group of their own
+        (group,) = saved["param_groups"]
+        saved["param_groups"] = [
+            group | {name: own[name] for name in ("wd_mult", "params")}
+            for own in part.optimizer.state_dict()["param_groups"]
+        ]
     part.load_state_dict(state)
     slots_of_all = [slots for slots in part.optimizer.state.values() if "step" in slots]
     steps = [slots.pop("step") for slots in slots_of_all]

@@ -62,6 +62,10 @@ class ChatTemplate:
         """True if the template marks what the assistant says with ``{% generation %}``."""
         return _GENERATION_MARK.search(self.text) is not None
 
+    def reads(self, name: str) -> bool:
+        """Tells whether a name stands in the template as a word."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
     def render(self, messages: list[Message], tools: Tools = None, *, prompt: bool = False, **options: Any) -> str:
         """Renders messages as text, each in the form that the template takes.
 

@@ -40,7 +40,8 @@ def clean_messages(messages: Any, *, name: str, images: RowImages | None = None)
             or if a message holds what is not text.
     """
     is_chat = isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)
-    if not is_chat or not messages or not all("content" in m or m.get("tool_calls") for m in messages):
+    says = ("content", "tool_calls", "function_call")
+    if not is_chat or not messages or not all(any(key in m for key in says) for m in messages):
         raise ValueError(
             f"Expected a list of messages with `role` and `content` in {name}, got {str(messages)[:80]!r}."
             f" This would do: {_EXAMPLE}."
@@ -74,6 +75,11 @@ def _clean(message: Message, name: str, images: RowImages | None) -> Message:
     if not isinstance(message["role"], str):
         raise ValueError(f"Expected `role` to be a text in {name}, got {message['role']!r}.")
     cleaned = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in cleaned:
+        raise ValueError(
+            f"`function_call` of {name} is an older form of OpenAI's. Write it as `tool_calls`:"
+            ' [{"type": "function", "function": {"name": ..., "arguments": ...}}], and its result in the role `tool`.'
+        )
     if "content" in message:
         # A tool call often comes with `content: null`, which templates add to text: it means no text.
         is_said = message["role"] == "assistant"

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_lightning.data.files import Row, listed_columns, read_rows
-from verl_lightning.data.rows import as_messages, renamed, untrained
+from verl_lightning.data.rows import SYSTEM, as_messages, renamed, untrained, with_system
 from verl_lightning.data.templates import parse_flag
 
 PREFERENCE_COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "label", "margin"),
-    *("tools", "enable_thinking"),
+    *("system", "tools", "enable_thinking", "chat_template_kwargs"),
 )
 
 PAIR = {
@@ -102,6 +102,11 @@ def _parts(row: Row, names: Sequence[str]) -> Any:
     """The prompt and the responses: all of them texts, or all of them lists of messages."""
     values: list[Any] = [as_messages(row.values.get(name), "") for name in ("prompt", *names)]
     if all(value is None or isinstance(value, str) for value in values):
+        if any(row.values.get(name) for name in SYSTEM):
+            raise ValueError(
+                f"{row.name} has a `system` beside texts, which no chat template touches. Give `prompt` as messages:"
+                f" {json.dumps(PAIR['prompt'])}."
+            )
         return values if values[0] is not None else _apart(values[1], values[2], is_plain=True)
     prompt, *responses = (
         as_messages(value, role) for value, role in zip(values, ("user", "assistant", "assistant"), strict=False)
@@ -131,7 +136,7 @@ def _response(row: Row, name: str, prompt: Any, said: Any) -> Response:
     if is_plain:
         values |= {"prompt": prompt, "completion": said}
     else:
-        values["messages"] = [*map(untrained, prompt), *said]
+        values["messages"] = with_system([*map(untrained, prompt), *said], row)
     return Response(row=replace(row, values=values, name=f"`{name}` of {row.name}"), is_plain=is_plain)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from verl_lightning.data.files import Row, listed_columns, read_rows
 
-_COMMON = ("tools", "enable_thinking", "images", "videos")
+_COMMON = ("system", "tools", "enable_thinking", "chat_template_kwargs", "images", "videos")
 PROMPT_COLUMNS = ("prompt", "ground_truth", "reward_model", "data_source", "extra_info", *_COMMON)
-CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", "system", *_COMMON)
+CHAT_COLUMNS = ("messages", "prompt", "completion", "conversations", *_COMMON)
+SYSTEM = ("system", "system_prompt")
 
 _QUESTIONS = ("question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "label", "target", "output", "response", "completion", "ground_truth")
@@ -101,7 +102,7 @@ def prompt_row(row: Row, *, needs_truth: bool) -> Row:
     values = dict(row.values)
     if values.get("prompt") is None:
         raise _missing(row, "prompt", {"prompt": _QUESTIONS, "ground_truth": _ANSWERS})
-    values["prompt"] = as_messages(values["prompt"], "user")
+    values["prompt"] = with_system(as_messages(values["prompt"], "user"), row)
     if values.get("reward_model") is None:
         if values.get("ground_truth") is None and not needs_truth:
             values["ground_truth"] = ""
@@ -130,7 +131,30 @@ def chat_row(row: Row) -> Row:
             values["messages"] = [*map(untrained, prompt), *completion]
     if "messages" not in values:
         raise _missing(row, "messages", {"prompt": ("prompt", *_QUESTIONS), "completion": _ANSWERS})
+    values["messages"] = with_system(values["messages"], row)
     return replace(row, values=values)
+
+
+def with_system(messages: Any, row: Row) -> Any:
+    """Returns messages after what the row's column ``system`` says, or ``system_prompt``; many data sets have one.
+
+    Raises:
+        ValueError: If it is no text, or if the messages begin with something else that the system says.
+    """
+    name = next((name for name in SYSTEM if row.values.get(name)), None)
+    if name is None or not isinstance(messages, list):
+        return messages
+    said, first = row.values[name], messages[0] if messages else None
+    if not isinstance(said, str):
+        raise ValueError(f"Expected `{name}` to be a text in {row.name}, got {str(said)[:80]}.")
+    if not isinstance(first, dict) or first.get("role") != "system":
+        return [{"role": "system", "content": said}, *messages]
+    if first.get("content") != said:
+        raise ValueError(
+            f"The column `{name}` and the first message both are what the system says in {row.name}, and differ. Take"
+            " one of them out."
+        )
+    return messages
 
 
 def as_messages(value: Any, role: str) -> Any:
@@ -158,15 +182,13 @@ def _from_share_gpt(values: dict[str, Any], name: str) -> list[Any]:
     turns = json.loads(turns) if isinstance(turns, str) and turns.lstrip().startswith("[") else turns
     if not isinstance(turns, list):
         raise ValueError(f"Expected `conversations` to be a list in {name}, got {type(turns).__name__}.")
-    system = values.get("system")
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, *(_share_gpt_message(turn, name) for turn in turns)]
+    return [_share_gpt_message(turn, name) for turn in turns]
 
 
 def _share_gpt_message(turn: Any, name: str) -> Any:
-    if not isinstance(turn, dict) or "role" in turn:
+    if isinstance(turn, dict) and "role" in turn:
         return turn
-    said, value = turn.get("from"), turn.get("value")
+    said, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
     if said not in _ROLES or value is None:
         raise ValueError(
             f"Expected turns with `from` ({', '.join(_ROLES)}) and `value` in `conversations` in {name}, got"
@@ -183,14 +205,31 @@ def _share_gpt_message(turn: Any, name: str) -> Any:
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
 
+def _chat_column(has: Mapping[str, Any], column: str) -> dict[str, str] | None:
+    """A column with a list of messages under another name, by the name that it should get."""
+    for name, value in has.items():
+        turn = value[0] if isinstance(value, list) and value else None
+        if isinstance(turn, dict) and "content" in turn and "role" in turn:
+            return {column: name}
+        if isinstance(turn, dict) and "from" in turn and "value" in turn and column == "messages":
+            return {"conversations": name}
+    return None
+
+
 def _missing(row: Row, column: str, wanted: Mapping[str, Sequence[str]]) -> ValueError:
     """Says what is missing, and the nearest that would do: columns by other names, or a row."""
     has = {key: value for key, value in row.values.items() if value is not None}
     guess = {name: next((c for c in candidates if c in has), None) for name, candidates in wanted.items()}
     text = f"The column `{column}` is missing in {row.name}, which has {listed_columns(row.values)}."
+    if not all(guess.values()) and "prompt" in guess and (chat := _chat_column(has, column)) is not None:
+        guess = {name: found for name, found in guess.items() if name not in ("prompt", "completion")} | chat
     if all(guess.values()):
         pairs = ", ".join(f"{name}: {found}" for name, found in guess.items() if name != found)
-        return ValueError(f"{text} Set `data.columns: {{{pairs}}}`, if these are what is meant.")
+        rest = next((name for name in ("input", "context") if has.get(name) and name not in guess.values()), None)
+        loses = f" `{rest}` would not be read: join it to the prompt." if rest else ""
+        return ValueError(f"{text} Set `data.columns: {{{pairs}}}`, if these are what is meant.{loses}")
+    if column == "messages" and {"chosen", "rejected"} <= has.keys():
+        return ValueError(f"{text} Such rows are preferences, which `PreferenceDataModule` reads.")
     asked, said = ({"role": role, "content": text} for role, text in (("user", "What is 2 + 2?"), ("assistant", "4")))
     example: dict[str, Any] = {"prompt": [asked], "reward_model": {"ground_truth": "4"}}
     if column == "messages":

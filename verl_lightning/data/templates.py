@@ -18,13 +18,19 @@ from verl_lightning.data.written import Tools, pieces_of
 from verl_lightning.data.written_check import structural_complaint
 
 
+_EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values that say nothing: an answer of OpenAI's has ``annotations: []``."""
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+
+
 class ChatRenderer:
     """Renders one row's messages with that row's ``tools`` and ``enable_thinking``.
 
     Args:
         tokenizer: Tokenizer whose chat template is used.
-        row: Row of the conversation. Its columns ``tools`` (a list of JSON schemas, or that list as a JSON string) and
-            ``enable_thinking`` may be absent.
+        row: Row of the conversation. Its columns ``tools`` (a list of JSON schemas, or that list as a JSON string),
+            ``enable_thinking`` and ``chat_template_kwargs`` (further variables of the template) may be absent.
         enable_thinking: Value for the template where the row has no ``enable_thinking``; None leaves it to the
             template.
 
@@ -40,6 +46,10 @@ class ChatRenderer:
         enable_thinking: bool | None,
     ) -> None:
         own = parse_flag(row.values.get("enable_thinking"), name=f"`enable_thinking` in {row.name}")
+        self._variables = parse_variables(
+            row.values.get("chat_template_kwargs"), name=f"`chat_template_kwargs` in {row.name}"
+        )
+        own = self._variables.pop("enable_thinking", None) if own is None else own
         self.tokenizer = tokenizer
         self.row_name = row.name
         self.tools = parse_tools(row.values.get("tools"), name=f"`tools` in {row.name}")
@@ -58,7 +68,8 @@ class ChatRenderer:
 
     def options(self) -> dict[str, Any]:
         """Returns the variables of the template besides messages and tools."""
-        return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return self._variables | thinking
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """Renders some messages as text.
@@ -105,6 +116,12 @@ class ChatRenderer:
             ValueError: If something else was left out or is written as Python writes it.
         """
         self._check_keys(messages)
+        for key, value in self._variables.items():
+            if value not in _EMPTY and not self.template.reads(key):
+                raise ValueError(
+                    f"The chat template does not read `{key}` of `chat_template_kwargs` in {self.row_name}. Take it"
+                    " out."
+                )
         complaint = structural_complaint(self.template, messages, self.tools, self.options(), supervised.keys())
         lost = []
         if complaint is None:
@@ -125,7 +142,7 @@ class ChatRenderer:
     def _check_keys(self, messages: list[Message]) -> None:
         for index, message in enumerate(messages):
             for key in message.keys() - KNOWN_KEYS:
-                if not re.search(rf"\b{re.escape(key)}\b", self.template.text):
+                if message[key] not in _EMPTY and not self.template.reads(key):
                     raise ValueError(
                         f"Nothing is known of `{key}` in {self.name_of(index, messages)}, nor does the chat template"
                         " read it. Take it out; known are `role`, `content`, `name`, `tool_calls`,"
@@ -152,16 +169,37 @@ def parse_flag(value: Any, *, name: str) -> bool | None:
     return flags[value.strip().lower()]
 
 
+def parse_variables(value: Any, *, name: str) -> dict[str, Any]:
+    """Reads variables of a template from an object or from its JSON text; those that are null are none.
+
+    Raises:
+        ValueError: If it is neither, or if it has what a run says itself.
+    """
+    found = _parsed(value)
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"Expected an object, or an object as JSON text, for {name}, got {value!r}.")
+    variables = {key: item for key, item in (found or {}).items() if item is not None}
+    if own := _OWN_VARIABLES & variables.keys():
+        raise ValueError(f"`{min(own)}` has no place in {name}: it follows from the row. Take it out.")
+    if "enable_thinking" in variables:
+        variables["enable_thinking"] = parse_flag(variables["enable_thinking"], name=f"`enable_thinking` of {name}")
+    return variables
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value or "null") if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
 def parse_tools(value: Any, *, name: str) -> Tools:
     """Reads tool schemas from a list or from its JSON text, as they are; None where there are none.
 
     Raises:
         ValueError: If it is neither.
     """
-    try:
-        tools = json.loads(value or "null") if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        tools = value
+    tools = _parsed(value)
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

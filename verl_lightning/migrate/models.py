@@ -133,7 +133,7 @@ def no_adapters(verl: VerlConfig, model: str) -> Findings:
 
 
 def translate_optim(
-    verl: VerlConfig, group: str, ours: str, total_steps: int | None, clip: str | None = None
+    verl: VerlConfig, group: str, ours: str, total_steps: int | None, *, engine: str, clip: str | None = None
 ) -> Findings:
     """Translates an optimizer and its schedule.
 
@@ -142,10 +142,14 @@ def translate_optim(
         group: Key of verl's optimizer, such as ``critic.optim``.
         ours: Key of ours, such as ``model.actor.optim``.
         total_steps: Steps of the run, if they are known.
+        engine: Strategy of the run, ours.
         clip: verl's older key of the largest gradient norm, which stands beside the optimizer.
     """
     for name in ("lr", "weight_decay"):
         yield Setting(key=f"{ours}.{name}", value=verl.number(f"{group}.{name}"), sources=(f"{group}.{name}",))
+    if engine == "fsdp":
+        note = "verl's FSDP decays all weights, its Megatron spares norms and biases"
+        yield Setting(key=f"{ours}.decay_norms_and_biases", value=True, sources=(), note=note)
     yield Setting(key=f"{ours}.betas", value=verl.numbers(f"{group}.betas"), sources=(f"{group}.betas",))
     norm = verl.first(*((clip,) if clip else ()), f"{group}.clip_grad")
     sources = tuple(key for key in (clip, f"{group}.clip_grad") if key in verl.given and (key == norm))

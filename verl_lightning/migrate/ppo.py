@@ -114,9 +114,10 @@ def translate_ppo(verl: VerlConfig) -> Findings:
     parts = ("megatron",) if engine == "megatron" else ("fsdp_config", "fsdp")
     yield from other_roles(verl, tuple(f"{role}.{part}" for role in (f"{ROLE}.ref", "critic") for part in parts), group)
     yield from translate_model(verl, f"{ROLE}.model", actor, recomputed_by=recomputed_by(verl, engine))
-    yield from translate_optim(verl, f"{ACTOR}.optim", f"{actor}.optim", steps, clip=f"{ACTOR}.grad_clip")
+    clip = f"{ACTOR}.grad_clip"
+    yield from translate_optim(verl, f"{ACTOR}.optim", f"{actor}.optim", steps, engine=engine, clip=clip)
     yield from translate_advantage(verl)
-    yield from translate_critic(verl, steps, recomputed_by(verl, engine))
+    yield from translate_critic(verl, steps, engine)
     yield from translate_loss(verl)
     yield from translate_kl(verl)
     yield from translate_correction(verl)
@@ -148,7 +149,7 @@ def recomputed_by(verl: VerlConfig, engine: str) -> str | None:
     return recompute_key(verl, f"{ACTOR}.megatron.override_transformer_config") if engine == "megatron" else None
 
 
-def translate_critic(verl: VerlConfig, steps: int | None, recomputed_by: str | None) -> Findings:
+def translate_critic(verl: VerlConfig, steps: int | None, engine: str) -> Findings:
     """Translates the value model, where the estimator needs one."""
     if str(verl["algorithm.adv_estimator"]).lower() != "gae":
         for key in verl.given:
@@ -156,8 +157,9 @@ def translate_critic(verl: VerlConfig, steps: int | None, recomputed_by: str | N
                 yield Remark(source=key, reason="the estimator needs no critic", needed=False)
         return
     critic = "model.init_args.critic"
-    yield from translate_model(verl, "critic.model", f"{critic}.model", recomputed_by=recomputed_by)
-    yield from translate_optim(verl, "critic.optim", f"{critic}.model.optim", steps, clip="critic.grad_clip")
+    yield from translate_model(verl, "critic.model", f"{critic}.model", recomputed_by=recomputed_by(verl, engine))
+    optim = ("critic.optim", f"{critic}.model.optim", steps)
+    yield from translate_optim(verl, *optim, engine=engine, clip="critic.grad_clip")
     clip, epochs = "critic.cliprange_value", verl.first("critic.ppo_epochs", f"{ACTOR}.ppo_epochs")
     yield Setting(key=f"{critic}.value_clip", value=verl.number(clip), sources=(clip,))
     yield Setting(key=f"{critic}.epochs", value=verl.whole(epochs), sources=(epochs,))

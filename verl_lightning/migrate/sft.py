@@ -64,7 +64,7 @@ def translate_sft(verl: VerlConfig) -> Findings:
     yield from translate_megatron(verl, "engine") if engine == "megatron" else translate_fsdp(verl, "engine", actor)
     recompute = recompute_key(verl, "engine.override_transformer_config") if engine == "megatron" else None
     yield from translate_model(verl, "model", actor, recomputed_by=recompute)
-    yield from translate_optim(verl, "optim", f"{actor}.optim", total_steps(verl))
+    yield from translate_optim(verl, "optim", f"{actor}.optim", total_steps(verl), engine=engine)
     yield Setting(key="seed_everything", value=verl.whole("trainer.seed"), sources=("trainer.seed",))
     yield from translate_chats(verl)
     sharing = 1 if engine == "megatron" else sharing_ranks(verl, "engine")

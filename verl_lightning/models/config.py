@@ -90,7 +90,10 @@ class OptimConfig(Options, key="optim"):
     """Constant added to AdamW's denominator."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of all weights in training, norms and biases too; TRL spares those."""
+    """Decoupled weight decay of the weights in training."""
+
+    decay_norms_and_biases: bool = False
+    """Decay norms and biases too, as verl does under FSDP; False spares them, as TRL and Megatron do."""
 
     max_grad_norm: float = 1.0
     """Largest global norm of the gradients, to which larger ones are scaled down; 0 does not clip."""

@@ -35,9 +35,17 @@ def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         saved: Settings by the user's keys; empty in a checkpoint of an older version.
         ours: Settings of the resumed run.
     """
+    was = _older_decay(saved) | dict(saved)
     for key, value in ours.items():
-        if key in saved and saved[key] != value:
-            rank_zero_info(f"`{key}`: {saved[key]} in the checkpoint, {value} now.")
+        if key in was and was[key] != value:
+            rank_zero_info(f"`{key}`: {was[key]} in the checkpoint, {value} now.")
+
+
+def _older_decay(saved: Mapping[str, Any]) -> dict[str, bool]:
+    """What holds of a checkpoint without `optim.decay_norms_and_biases`: they had the decay of all weights."""
+    decay = ".optim.weight_decay"
+    keys = [key.removesuffix("weight_decay") for key, value in saved.items() if key.endswith(decay) and value]
+    return {f"{key}decay_norms_and_biases": True for key in keys}
 
 
 class KeepPatience(Callback):

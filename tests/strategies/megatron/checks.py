@@ -22,6 +22,7 @@ from tests.strategies.megatron.sft_checks import (
     adapters_resharded,
     changed_settings,
     loaded_runs,
+    older_groups,
     recomputed_adapters,
     refusals,
     resume_shifted,
@@ -268,6 +269,6 @@ CHECKS: dict[str, Check] = {
     for check in (
         *(resume, reshard, resume_stages, resume_buckets, resume_shifted, export, load_auto, collectives),
         *(validate, lora, saved_runs, adapters_resharded, recomputed_adapters, loaded_runs, refusals, changed_settings),
-        *(learn, replicas_features, switched, tampered),
+        *(learn, replicas_features, switched, tampered, older_groups),
     )
 }

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,6 +19,7 @@ from tests.strategies.conformance import Bench
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.models.config import LoraConfig, OptimConfig
 from verl_lightning.strategies import MegatronStrategy
+from verl_lightning.strategies.megatron import optimizer
 from verl_lightning.types import TokenBatch
 
 
@@ -177,6 +179,21 @@ def changed_settings(bench: Bench) -> Any:
         sft_run(variant, "settings", settings, actor={"optim": optim}, steps=2, ckpt_path=path)
         told[kind] = {"groups": settings.groups}
     return told
+
+
+def older_groups(bench: Bench) -> Any:
+    """Weights of a run, and of one that goes on where norms and biases had no group of their own, by kind."""
+    path, optim = bench.folder / "older.ckpt", OptimConfig(lr=1e-2, weight_decay=1.0, decay_norms_and_biases=True)
+    found = {}
+    for kind in (True, False):
+        variant = dataclasses.replace(bench, options=bench.options | {"use_distributed_optimizer": kind})
+        whole = sft_run(variant, "older", actor={"optim": optim}, steps=2).end
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "norms_and_biases", lambda chunk: [])
+            sft_run(variant, "older", SaveAtEnd(path), actor={"optim": optim}, steps=1)
+        rest = sft_run(variant, "older", actor={"optim": optim}, steps=2, ckpt_path=path).end
+        found[kind] = {"whole": whole, "rest": rest}
+    return found
 
 
 def resume_shifted(bench: Bench) -> str:
