@@ -17,7 +17,6 @@ from verl_lightning.data.messages import KNOWN_KEYS, Message
 from verl_lightning.data.written import Tools, pieces_of
 from verl_lightning.data.written_check import structural_complaint
 
-
 _EMPTY: tuple[Any, ...] = ("", [], {})
 """Values that say nothing: an answer of OpenAI's has ``annotations: []``."""
 
