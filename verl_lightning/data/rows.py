@@ -219,10 +219,10 @@ def _chat_column(has: Mapping[str, Any], column: str) -> dict[str, str] | None:
 def _missing(row: Row, column: str, wanted: Mapping[str, Sequence[str]]) -> ValueError:
     """Says what is missing, and the nearest that would do: columns by other names, or a row."""
     has = {key: value for key, value in row.values.items() if value is not None}
-    guess = {name: next((c for c in candidates if c in has), None) for name, candidates in wanted.items()}
+    guess: dict[str, str | None] = {name: next((c for c in cs if c in has), None) for name, cs in wanted.items()}
     text = f"The column `{column}` is missing in {row.name}, which has {listed_columns(row.values)}."
     if not all(guess.values()) and "prompt" in guess and (chat := _chat_column(has, column)) is not None:
-        guess = {name: found for name, found in guess.items() if name not in ("prompt", "completion")} | chat
+        guess = {**{name: found for name, found in guess.items() if name not in ("prompt", "completion")}, **chat}
     if all(guess.values()):
         pairs = ", ".join(f"{name}: {found}" for name, found in guess.items() if name != found)
         rest = next((name for name in ("input", "context") if has.get(name) and name not in guess.values()), None)
