@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import mimetypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,14 @@ def data_url(data: bytes, kind: str) -> str:
         kind: Name of its format, such as ``png``.
     """
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def as_data_url(source: str) -> str:
+    """Writes the picture at a path as text; a data URL stays one."""
+    if source.startswith("data:"):
+        return source
+    kind = (mimetypes.guess_type(source)[0] or "image/png").removeprefix("image/")
+    return data_url(Path(source).read_bytes(), kind)
 
 
 def from_data_url(text: str) -> bytes | None:

@@ -11,14 +11,19 @@ from verl_lightning.rewards import llm_judge as judging
 from verl_lightning.rewards.base import RewardSample
 
 
-def sample_of(response):
+def sample_of(response, images=()):
     prompt = [{"role": "user", "content": "What is {2 + 3}?"}]
     return RewardSample(
-        response=response, ground_truth=5, data_source="sums", prompt=prompt, extra_info={}, is_truncated=False
+        response=response,
+        ground_truth=5,
+        data_source="sums",
+        prompt=prompt,
+        extra_info={"images": images},
+        is_truncated=False,
     )
 
 
-async def with_server(answer, work):
+async def with_server(answer, work, shown=()):
     """Runs some work beside a judge that answers each request with ``answer(body, number)``."""
     bodies = []
 
@@ -35,7 +40,7 @@ async def with_server(answer, work):
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     try:
         return await work(lambda response, **options: judging.llm_judge(
-            sample_of(response), base_url=url, model="judge", api_key="secret", **options
+            sample_of(response, shown), base_url=url, model="judge", api_key="secret", **options
         )), bodies  # fmt: skip
     finally:
         await judging._session().close()
@@ -58,6 +63,24 @@ def test_the_last_verdict_counts():
     assert "What is {2 + 3}?" in message["content"]
     assert "Answer to judge:\nIt is 5." in message["content"]
     assert "Expected answer:\n5" in message["content"]
+
+
+def test_images_are_shown_where_the_judge_reads_some(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"abc")
+    shown = ["data:image/png;base64,aGk=", str(tmp_path / "a.jpg")]
+
+    async def answer(body, number):
+        return say("Score: 1")
+
+    async def ask(judge):
+        with pytest.raises(ValueError, match="Tell `llm_judge` whether its model reads some: set `images`"):
+            await judge("5")
+        return await judge("5", images=False), await judge("5", images=True)
+
+    _, (without, with_images) = asyncio.run(with_server(answer, ask, shown))
+    assert isinstance(without["messages"][0]["content"], str)
+    urls = [part["image_url"]["url"] for part in with_images["messages"][0]["content"][:2]]
+    assert urls == ["data:image/png;base64,aGk=", "data:image/jpeg;base64,YWJj"]
 
 
 def test_all_verdicts_are_asked_for_at_once():

@@ -16,6 +16,7 @@ from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint, SamplesTable
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.rewards.config import RewardConfig, RewardModelConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.strategies import STRATEGIES
 
@@ -77,5 +78,7 @@ def test_what_takes_no_images_says_so_by_its_key_before_the_first_step(tmp_path,
     with pytest.raises(MisconfigurationException, match=r"in row 1 of .*rows.jsonl`, but .*`rollout.environment` or"):
         trainer.fit(make_ppo(folder), datamodule=make_prompts(rows))
 
+    reward = RewardConfig(function="exact_match", model=RewardModelConfig(path=str(folder)))
+    assert "`model.reward.model` judges text" in make_ppo(folder, reward=reward).image_obstacle()
     assert "`trainer.strategy: megatron`" in STRATEGIES["megatron"]().image_obstacle
     assert "`fsdp.sequence_parallel_size`" in STRATEGIES["fsdp"](sequence_parallel_size=2).image_obstacle

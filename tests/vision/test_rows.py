@@ -138,6 +138,8 @@ def shows(*parts):
         ({"prompt": shows({"type": "audio", "audio": "a.wav"})}, "content of the type `audio` in message 1"),
         ({"prompt": shows({"type": "video", "video": "a.mp4"})}, "content of the type `video` in message 1"),
         ({"prompt": [{"role": "assistant", "content": [{"type": "image", "image": PNG}]}]}, "a turn of the assistant"),
+        ({"prompt": shows({"type": "image", "image": PNG, "max_pixels": 99})}, "`max_pixels` beside the image 1"),
+        ({"prompt": "<image>", "images": [{"image": PNG, "resized_width": 9}]}, "`resized_width` beside the image"),
         ({"prompt": "a", "audios": ["a.wav"]}, "The column `audios` in row 1 is not empty"),
         ({"prompt": "a", "videos": ["a.mp4"]}, r"column `videos` in row 1 .* \(`data.images.video_frames`\)"),
         ({"prompt": "a", "decoded_image": {"bytes": PNG, "path": None}}, "The column `decoded_image` in row 1 seems"),
@@ -151,6 +153,7 @@ def test_what_would_get_lost_is_refused(reader, row, message):
 
 
 def test_pictures_that_a_text_model_does_not_read_are_refused(reader):
+    assert tokenized((reader[0], None), {"prompt": "a", "picture": {"bytes": None, "path": None}, "image_path": ""}).ids
     for row, message in (
         ({"prompt": "a", "images": [PNG]}, "The column `images` in row 1 is not empty, but only text can be learnt"),
         ({"prompt": "a", "mm_token_type_ids": [0]}, "The column `mm_token_type_ids` in row 1 is not empty, but only"),

@@ -27,7 +27,7 @@ from tests.runs import (
 )
 from tests.tiny import ROOT
 from tests.vision.tiny_vision import squares, write_vision_folder
-from tests.vision.vision_ranks import learn, learn_on_two
+from tests.vision.vision_ranks import learn, learn_on_two, sample
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFCheckpoint
 from verl_lightning.callbacks.placement import Beside
@@ -108,7 +108,7 @@ def test_two_ranks_learn_as_one_whether_or_not_they_have_images(tmp_path, folder
     paired = [row for pair in zip(rows[0::3], rows[2::3], strict=False) for row in pair]
     file = write_rows(tmp_path / "paired.jsonl", paired)
 
-    expected = learn("auto", 1, folder, file)
+    expected = learn("auto", 1, folder, file) | sample("auto", 1, folder, file)
     for found in on_ranks(2, learn_on_two, folder, file)[0].values():
         for name, series in expected.items():
             assert found[name] == pytest.approx(series, rel=1e-4)

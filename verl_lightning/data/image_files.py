@@ -30,7 +30,11 @@ EXAMPLES = (
 _KEYS = ("bytes", "base64", "image", "video", "path", "url", "image_url", "video_url")
 _ENDS = 2**18  # bytes at both ends of a file, by which it is told from others
 _LAST_BYTES = {"png": b"IEND", "jpeg": b"\xff\xd9"}  # near a whole file's end
-_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*")
+_OF_PROCESSORS = frozenset(
+    {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "fps", "nframes", "min_frames"}
+    | {"max_frames", "video_start", "video_end"}
+)  # what some data sets say beside an image or a video
 _NEAR_END = 1024  # bytes
 _TIMEOUT = 30.0  # seconds without a byte from a server
 _MAX_DOWNLOAD = 2**28  # bytes
@@ -152,6 +156,7 @@ def frame_files(source: Any, name: str, beside: str, config: ImagesConfig) -> li
     Raises:
         ValueError: If there are none.
     """
+    _check_keys(source, name)
     while isinstance(source, dict) and (inner := source.get("video") or source.get("frames")):
         source = inner
     if not isinstance(source, list):
@@ -169,7 +174,8 @@ def looks_like_media(value: Any) -> bool:
         return any(map(looks_like_media, value))
     if isinstance(value, dict):
         keys = value.keys()
-        return keys == {"bytes", "path"} or {"array", "sampling_rate"} <= keys or looks_like_media(value.get("bytes"))
+        is_feature = keys == {"bytes", "path"} or {"array", "sampling_rate"} <= keys
+        return (is_feature and any(each is not None for each in value.values())) or looks_like_media(value.get("bytes"))
     if isinstance(value, bytes):
         return value.startswith(_MAGIC)
     if isinstance(value, str):
@@ -194,7 +200,17 @@ def _ends(content: bytes | Path) -> tuple[bytes, bytes, str]:
     return first, last, hashlib.blake2b(b"%d" % length + first + last, digest_size=16).hexdigest()
 
 
+def _check_keys(source: Any, name: str) -> None:
+    """Refuses settings beside an image, which nobody would heed."""
+    if isinstance(source, dict) and (found := sorted(key for key in _OF_PROCESSORS & source.keys() if source[key])):
+        raise ValueError(
+            f"`{found[0]}` beside the {name} means nothing: the model's processor says how images are read. Set it in"
+            " `preprocessor_config.json` of the model's folder, or take it out."
+        )
+
+
 def _content(source: Any, name: str, beside: str, config: ImagesConfig) -> bytes | Path:
+    _check_keys(source, name)
     if isinstance(source, dict):
         key = next((key for key in _KEYS if source.get(key)), None)
         if key in ("bytes", "base64") and isinstance(source[key], str):

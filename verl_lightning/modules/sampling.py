@@ -158,6 +158,8 @@ class SamplingModule(PostTrainingModule):
 
     @override
     def image_obstacle(self) -> str | None:
+        if self.reward_roles:
+            return f"`{self.reward_roles[0].key}` judges text alone so far. Judge by a function."
         obstacle = getattr(self.rollout_source, "image_obstacle", None)
         return super().image_obstacle() or (None if obstacle is None else obstacle())
 

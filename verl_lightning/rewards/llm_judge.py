@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verl_lightning.needs import INSTALL_AGENTS, missing_package
+from verl_lightning.pictures import as_data_url
 from verl_lightning.rewards.base import RewardSample
 
 TEMPLATE = (
@@ -31,6 +32,7 @@ async def llm_judge(
     api_key: str = "none",
     timeout: float = 60.0,
     parameters: dict[str, Any] | None = None,
+    images: bool | None = None,
 ) -> float:
     """Asks a language model for a verdict on a response, and returns the number in it.
 
@@ -43,12 +45,14 @@ async def llm_judge(
         api_key: Key of the server; write ``${NAME}`` for an environment variable.
         timeout: Most seconds of one request; it is asked up to three times if the server is busy.
         parameters: Further parameters of the request, such as ``temperature``.
+        images: True shows the judge the prompt's images too, False only ``<image>`` in their places; must be told where
+            a prompt has some.
 
     Raises:
-        ValueError: If the verdict has no number.
+        ValueError: If the verdict has no number, or a prompt has images and nobody says whether the judge reads some.
         RuntimeError: If the server refuses the request.
     """
-    question = fill(template, sample)
+    question = with_images(fill(template, sample), sample, images)
     body = {"model": model, "messages": [{"role": "user", "content": question}], **(parameters or {})}
     verdict = await _ask(f"{base_url.rstrip('/')}/chat/completions", body, api_key, timeout)
     found = list(re.finditer(pattern, verdict))
@@ -66,6 +70,24 @@ def fill(template: str, sample: RewardSample) -> str:
         "data_source": sample.data_source,
     }
     return re.sub(r"\{(prompt|response|ground_truth|data_source)\}", lambda found: values[found[1]], template)
+
+
+def with_images(question: str, sample: RewardSample, images: bool | None) -> str | list[dict[str, Any]]:
+    """Returns the content of a question: its text, after the prompt's images where they are to be shown.
+
+    Raises:
+        ValueError: If there are some and ``images`` is None.
+    """
+    shown = sample.extra_info.get("images") or []
+    if not shown or images is False:
+        return question
+    if images is None:
+        raise ValueError(
+            "The prompt has images. Tell `llm_judge` whether its model reads some: set `images` in its `arguments` to"
+            " true, or to false to judge by the text alone."
+        )
+    parts = [{"type": "image_url", "image_url": {"url": as_data_url(source)}} for source in shown]
+    return [*parts, {"type": "text", "text": question}]
 
 
 async def _ask(url: str, body: dict[str, Any], api_key: str, timeout: float) -> str:
