@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
+import pytest
 from PIL import Image
 
 from tests.processes import verl_fit
@@ -36,3 +38,20 @@ def test_its_files_train_one_after_the_other(tmp_path):
     verl_fit("--config", str(ROOT / "examples/vision/sft.yaml"), *words, "--data.batch_size", "2", folder=tmp_path)
     verl_fit("--config", str(ROOT / "examples/vision/grpo.yaml"), *words, *SIZES.split(), folder=tmp_path)
     assert (folder / "grpo" / "hf" / "last" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_learns_to_count_squares(tmp_path, seed):
+    """SFT and GRPO take 140 seconds of one core."""
+    folder, words = tmp_path / "runs" / "vision", ["--seed_everything", str(seed), *TINY.split()[:4]]
+    vision.write_rows(folder, seed=seed)
+    vision.write_model(folder / "model", seed=seed)
+
+    for name in ("sft", "grpo"):
+        verl_fit("--config", str(ROOT / f"examples/vision/{name}.yaml"), *words, folder=tmp_path)
+    (log,) = (folder / "grpo").glob("*/metrics.csv")
+    with log.open() as lines:
+        curve = [float(row["val/reward"]) for row in csv.DictReader(lines) if row["val/reward"]]
+    assert curve[-1] > curve[0] + 0.3

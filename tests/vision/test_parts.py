@@ -15,7 +15,7 @@ from tests.vision.tiny_vision import squares, write_vision_folder
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint, SamplesTable
 from verl_lightning.models.config import LoraConfig
-from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
+from verl_lightning.modules.ppo_config import CriticConfig, KLConfig, UpdateConfig
 from verl_lightning.rewards.config import RewardConfig, RewardModelConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
 from verl_lightning.strategies import STRATEGIES
@@ -54,6 +54,7 @@ def test_a_critic_and_a_reference_see_images_and_people_do_too(tmp_path, folder,
         advantage=GAE(),
         critic=CriticConfig(model=make_model_config(folder, lr=1e-2)),
         kl=KLConfig(),
+        update=UpdateConfig(mini_batch_size=4, micro_batch_size=4),
     )
     table, export = SamplesTable(train_every_n_steps=1), HFCheckpoint(dirpath=str(tmp_path / "hf"))
     callbacks = make_rollout(canary_limit=1e-5), recorder, table, export
