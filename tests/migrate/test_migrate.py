@@ -320,6 +320,22 @@ def test_what_a_shell_decides_is_told_with_its_reason(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
+    ("module", "is_foreign"),
+    [("recipe.prime.main_prime", True), ("my_own.main", True), ("recipe.dapo.main_dapo", False),
+     ("verl.experimental.fully_async_policy.fully_async_main", False), ("$ENTRY", False)],
+)  # fmt: skip
+def test_a_trainer_that_is_not_verls_own_is_told_of(tmp_path, monkeypatch, capsys, module, is_foreign):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, CHOICES.replace("verl.trainer.main_ppo", module))
+    assert exit_code(["migrate", "run.sh"]) == 0
+    told = f"taken: verl's own trainer, in the place of `{module}`" in capsys.readouterr().out
+    assert told == is_foreign
+    assert (
+        f"| verl's own trainer, in the place of `{module}`" in (tmp_path / "migrated.report.md").read_text()
+    ) == told
+
+
+@pytest.mark.parametrize(
     ("word", "key", "expected"),
     [
         ("actor_rollout_ref.actor.checkpoint.async_save=True", "fsdp.async_save", True),

@@ -93,6 +93,9 @@ def summary(migration: Migration, output: Path, report: Path) -> str:
     """Returns the text that tells what was written, and what a user must decide."""
     lines = [f"wrote {output} and {report}: {counts(migration)}"]
     if migration.choices:
-        lines.append(f"  {len(migration.choices)} things that a shell decides were taken as the report says")
+        whole = [f"  taken: {sentence}" for sentence, keys in migration.choices.items() if not keys]
+        lines += whole
+        if rest := len(migration.choices) - len(whole):
+            lines.append(f"  {rest} things that a shell decides were taken as the report says")
     lines += [f"  {line.key}={line.value}: {line.words}" for line in migration.lines if line.fate == "not supported"]
     return "\n".join([*lines, f"next: verl-fit --config {output} --print_config"]) + "\n"

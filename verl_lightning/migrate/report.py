@@ -160,7 +160,8 @@ def report_text(migration: Migration) -> str:
     if migration.choices:
         rows = [f"| {note} | {', '.join(f'`{key}`' for key in keys) or 'the whole run'} |".replace("||", "\\|\\|")
                 for note, keys in migration.choices.items()]  # fmt: skip
-        head = "## Taken where a shell decides\n\nGive `NAME=VALUE` behind the script to set one of its variables.\n\n"
+        head = "## Taken where a shell or program decides\n\n"
+        head += "Give `NAME=VALUE` behind the script to set one of its variables.\n\n"
         parts.append(f"{head}| what was taken | for |\n|---|---|\n" + "\n".join(rows) + "\n")
     for fate in FATES:
         rows = [row(line) for line in migration.lines if line.fate == fate]

@@ -19,6 +19,9 @@ DEFAULTS = (
     ("fully_async_main", "fully_async_ppo_trainer"),
     ("one_step_off_policy.main_ppo", "one_step_off_ppo_trainer"),
 )
+OWN_TRAINERS = re.compile(r"verl\.(?:trainer|experimental)\.(?!vla\.).*|recipe\.dapo\.main_dapo|\$.*")
+"""Modules that train as `verl.trainer.main_ppo` or its SFT trainer do, with options that have keys; or not known."""
+
 ENTRY = re.compile(r"(?:.*[./])?(?:main|run)?_?\w*(?:ppo|sft|trainer)\w*(?:\.py)?$")
 
 
@@ -60,7 +63,7 @@ def read_script(script: str, environment: Mapping[str, str], is_override: Callab
     if not commands:
         return Script(words=[])
     command = next((c for c in commands if any(ENTRY.fullmatch(word.text) for word in c.words)), commands[0])
-    notes = command.notes
+    notes = (*command.notes, *foreign(command))
     if len(commands) > 1:
         others = [name_of(other) for other in commands if other is not command]
         notes = (*notes, f"the script starts verl {len(commands)} times: {name_of(command)} is taken, not"
@@ -78,6 +81,14 @@ def read_script(script: str, environment: Mapping[str, str], is_override: Callab
 def starts_training(command: Command) -> bool:
     """Tells whether a command may start a trainer: verl's generation and evaluation have overrides too."""
     return not any(re.search(r"main_(generation|eval)", word.text) for word in command.words)
+
+
+def foreign(command: Command) -> Iterator[str]:
+    """Yields a sentence on a module that is no trainer of verl's own: its settings tell only half of what it does."""
+    texts = [word.text for word in command.words]
+    module = next((after for word, after in zip(texts, texts[1:], strict=False) if word == "-m"), "")
+    if module and OWN_TRAINERS.fullmatch(module) is None and "torch.distributed" not in module:
+        yield f"verl's own trainer, in the place of `{module}`: what that does beside its settings is not carried over"
 
 
 def name_of(command: Command) -> str:
