@@ -115,8 +115,7 @@ class RunPhase(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ending = ending_of(trainer)
-        if ending.code not in (ExitCode.FINISHED, ExitCode.STOPPED):
+        if not has_ended_well(trainer):
             return
         # Adapters are merged in: a later phase may train others on this model.
         HFCheckpoint(merge_adapters=True).write(trainer, self.folder / "model")
@@ -124,7 +123,7 @@ class RunPhase(Callback):
             name=self.name,
             model=str(Path(PHASES, self.name, "model")),
             steps=trainer.global_step,
-            ended_by=ending.words,
+            ended_by=ending_of(trainer).words,
         )
 
     @override
@@ -138,7 +137,8 @@ class RunPhase(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert self.run is not None
         done = [asdict(phase) | {"model": str((self.run / phase.model).absolute())} for phase in self.done]
-        checkpoint[PHASE_KEY] = {"name": self.name, "done": done, "is_stopped": trainer.should_stop}
+        is_stopped = trainer.should_stop and has_ended_well(trainer)
+        checkpoint[PHASE_KEY] = {"name": self.name, "done": done, "is_stopped": is_stopped}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -148,7 +148,18 @@ class RunPhase(Callback):
         self._is_stopped = bool(saved.get("is_stopped", False))
 
 
+def has_ended_well(trainer: Trainer) -> bool:
+    """Tells whether a fit that is over has come to its end, or was stopped by a callback that finds nothing wrong."""
+    return ending_of(trainer).code in (ExitCode.FINISHED, ExitCode.STOPPED)
+
+
 def phase_of(trainer: Trainer) -> RunPhase | None:
     """Returns the phase that a trainer runs; None for a run without phases."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
     return next((callback for callback in callbacks if isinstance(callback, RunPhase)), None)
+
+
+def first_step(trainer: Trainer) -> int:
+    """Steps of the phases of a run before the one that a trainer runs; 0 for a run without phases."""
+    phase = phase_of(trainer)
+    return 0 if phase is None else phase.first_step

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
 from verl_lightning.callbacks.report_page import PAGE_FILE, write_report
-from verl_lightning.callbacks.run_phase import phase_of
+from verl_lightning.callbacks.run_phase import first_step, phase_of
 from verl_lightning.callbacks.samples_table import SamplesTable
 from verl_lightning.modules.ending import ending_of
 from verl_lightning.needs import NOT_INSTALLED, installed_version
@@ -142,12 +142,6 @@ class RunReport(Callback):
             elif isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 places["checkpoint"] = Path(callback.last_model_path or callback.dirpath)
         return {name: path for name, path in places.items() if path.exists() or not is_over}
-
-
-def first_step(trainer: Trainer) -> int:
-    """Steps of the phases of a run before the one that a trainer runs; 0 for a run without phases."""
-    phase = phase_of(trainer)
-    return 0 if phase is None else phase.first_step
 
 
 def environment(trainer: Trainer) -> dict[str, str]:

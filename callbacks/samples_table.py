@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
+from verl_lightning.callbacks.run_phase import first_step
 from verl_lightning.callbacks.sample_rows import RowLimits, make_rows
 from verl_lightning.callbacks.samples_page import write_page
 from verl_lightning.modules.base import PostTrainingModule
@@ -137,23 +138,24 @@ class SamplesTable(Callback):
         step = module.trainer.global_step + 1
         if not self.train_every_n_steps or step % self.train_every_n_steps:
             return
-        mask = experience.response_mask
+        mask, shown = experience.response_mask, first_step(module.trainer) + step
         advantages = (experience.advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
         table = make_rows(
             module,
             scored.rollout,
             scored.reward_result,
             rows,
-            step=step,
+            step=shown,
             count=self.num_rows,
             limits=self.limits,
             advantages=advantages,
         )
-        self._write(module.trainer, f"train_step={step}", "train/samples", TRAIN_COLUMNS, table)
+        self._write(module.trainer, f"train_step={shown}", "train/samples", TRAIN_COLUMNS, table)
 
     def _step(self, trainer: Trainer) -> int:
         """Finished steps of the weights at hand: an evaluation counts none of its own."""
-        return trainer.global_step if trainer.state.fn == TrainerFn.FITTING else self._loaded_step
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        return first_step(trainer) + trainer.global_step if is_fit else self._loaded_step
 
     def _write(self, trainer: Trainer, name: str, key: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
         """Write a table into a file, onto the page and to Weights & Biases; on rank 0."""

@@ -39,7 +39,7 @@ class Phases:
 
     Args:
         folder: Folder of the run.
-        loggers: Loggers of the run, beside its ``metrics.csv``; those of each phase's trainer are left out.
+        loggers: Loggers of the run, beside its ``metrics.csv``; the trainers of phases have none of their own.
     """
 
     def __init__(self, folder: str | Path, loggers: Sequence[Logger] = ()) -> None:
