@@ -48,6 +48,7 @@ def losses(folder):
     return [(row["step"], row["train/loss"], row["actor/pg_loss"], row["critic/score/mean"]) for row in rows_of(folder)]
 
 
+@pytest.mark.slow
 def test_one_configuration_is_one_run_that_goes_on_where_it_was_killed(settings, tmp_path):
     """By SIGKILL before the first phase has written its model, and within the second one."""
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -60,7 +60,10 @@ def whole(files, tiny_folder):
     return run
 
 
-@pytest.mark.parametrize("kill", KILLS)
+CASES = [pytest.param(kill, marks=pytest.mark.slow if kill.startswith(("within", "as")) else []) for kill in KILLS]
+
+
+@pytest.mark.parametrize("kill", CASES)
 def test_a_run_killed_beside_a_border_ends_like_the_whole_one(files, tiny_folder, whole, kill):
     folder, data = files
     with pytest.raises(Killed):
@@ -129,12 +132,11 @@ def test_all_phases_and_what_goes_on_with_them_are_one_run_of_wandb(files, tiny_
 
 
 def phases_on_ranks(folder: Path, model: Path, data: dict[str, Path], strategy: str) -> list[list[dict[str, str]]]:
-    """Metrics of a whole run, and of one that died before a border and behind it."""
+    """Metrics of a whole run, and of one that died on a border."""
     options = {"strategy": strategy, "devices": 2}
     _, rows = run_phases(folder / "whole", model, data, **options)
-    for kill in ("before the border", "within the last"):
-        with pytest.raises(Killed):
-            run_phases(folder / "killed", model, data, KILLS[kill], **options)
+    with pytest.raises(Killed):
+        run_phases(folder / "killed", model, data, KILLS["on the border"], **options)
     _, killed = run_phases(folder / "killed", model, data, **options)
     return [rows, killed]
 
