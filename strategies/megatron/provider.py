@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from verl_lightning.compat.megatron import progress_hidden, set_process_groups
 from verl_lightning.models.config import ModelConfig
@@ -110,8 +111,8 @@ def make_bridge(path: str) -> AutoBridge:
     from megatron.bridge import AutoBridge
 
     try:
-        read_config(path)  # as every reader of ours does it
-        return AutoBridge.from_hf_pretrained(path, trust_remote_code=False)
+        fields = language_model_fields(read_config(path))  # as every reader of ours does it
+        return AutoBridge.from_hf_pretrained(path, trust_remote_code=False, **fields)
     except (DamagedFileError, ForeignCodeError):
         raise
     except (ValueError, OSError) as error:
@@ -119,6 +120,19 @@ def make_bridge(path: str) -> AutoBridge:
             f"`path: {path}`: Megatron-Bridge can't map this model ({first_line(error)}). Use `fsdp`, which trains any"
             " model of transformers."
         ) from error
+
+
+def language_model_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of a reward model's config that make it one of the language model with the same trunk, which bridges know.
+
+    Args:
+        config: Config of any model; of one that classifies no sequences nothing is changed.
+    """
+    names, model = config.architectures or [], MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not isinstance(model, type) or not any(name.endswith("ForSequenceClassification") for name in names):
+        return {}
+    # The folder has no output head; a value head takes its place.
+    return {"architectures": [model.__name__], "tie_word_embeddings": True}
 
 
 def make_provider(bridge: AutoBridge, config: ModelConfig, head: Head, settings: ModelSettings) -> GPTModelProvider:
@@ -156,7 +170,9 @@ def _describe(config: PreTrainedConfig) -> object:
     """Return all that Megatron-Bridge makes of a model's config, to be compared."""
     from megatron.bridge import AutoBridge
 
-    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    described = copy.copy(config)
+    described.architectures = language_model_fields(config).get("architectures", config.architectures)
+    provider = AutoBridge.from_hf_config(described).to_megatron_provider(load_weights=False)
     return type(provider).__name__, comparable(vars(provider))
 
 

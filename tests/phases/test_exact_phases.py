@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from tests.phases.three_phases import Kill, Killed, run_phases
+from tests.phases.three_phases import KILLS, Kill, Killed, run_phases, whole_and_killed
 from tests.processes import on_ranks
 from tests.resume.experiment import assert_same_state
 from tests.runs import make_chats, make_sft, make_trainer
 from verl_lightning import Phases
 from verl_lightning.callbacks.run_phase import read_progress
-
-KILLS = {
-    "before the border": ("sft", "on_train_end", 3),
-    "on the border": ("sft", "on_fit_end", 3),
-    "behind the border": ("rm", "on_fit_start", 0),
-    "within the second": ("rm", "on_train_batch_start", 1),
-    "as the last begins": ("grpo", "setup", 0),
-    "within the last": ("grpo", "on_train_batch_start", 1),
-}
 
 
 class Remote(Logger):
@@ -131,20 +121,10 @@ def test_all_phases_and_what_goes_on_with_them_are_one_run_of_wandb(files, tiny_
     assert ids[0] == ids[1]
 
 
-def phases_on_ranks(folder: Path, model: Path, data: dict[str, Path], strategy: str) -> list[list[dict[str, str]]]:
-    """Metrics of a whole run, and of one that died on a border."""
-    options = {"strategy": strategy, "devices": 2}
-    _, rows = run_phases(folder / "whole", model, data, **options)
-    with pytest.raises(Killed):
-        run_phases(folder / "killed", model, data, KILLS["on the border"], **options)
-    _, killed = run_phases(folder / "killed", model, data, **options)
-    return [rows, killed]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_go_on_like_the_whole_run(files, tiny_folder, tmp_path, strategy):
-    (whole, killed), _ = on_ranks(2, phases_on_ranks, tmp_path, tiny_folder, files[1], strategy)
+    (whole, killed), _ = on_ranks(2, whole_and_killed, tmp_path, tiny_folder, files[1], strategy, 2)
 
     assert len(whole) == 7
     assert killed == whole

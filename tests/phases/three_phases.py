@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from tests.runs import (
 from verl_lightning import Phases, RewardConfig, RewardModelConfig, RewardModule
 
 STEPS = {"sft": 3, "rm": 2, "grpo": 2}
+KILLS = {
+    "before the border": ("sft", "on_train_end", 3),
+    "on the border": ("sft", "on_fit_end", 3),
+    "behind the border": ("rm", "on_fit_start", 0),
+    "within the second": ("rm", "on_train_batch_start", 1),
+    "as the last begins": ("grpo", "setup", 0),
+    "within the last": ("grpo", "on_train_batch_start", 1),
+}
+"""Phase, hook and step at which a run dies."""
 
 
 class Killed(BaseException):
@@ -77,3 +87,15 @@ def run_phases(
     module = make_ppo(Path(sft), reward=reward)
     phases.fit("grpo", trainer("grpo", make_rollout()), module, datamodule=make_prompts(files["prompts"]))
     return module, read_metrics(folder)
+
+
+def whole_and_killed(
+    folder: Path, model: Path, files: dict[str, Path], strategy: str, devices: int
+) -> list[list[dict[str, str]]]:
+    """Metrics of a whole run, and of one that died on a border."""
+    options = {"strategy": strategy, "devices": devices}
+    _, rows = run_phases(folder / "whole", model, files, **options)
+    with suppress(Killed):
+        run_phases(folder / "killed", model, files, KILLS["on the border"], **options)
+    _, killed = run_phases(folder / "killed", model, files, **options)
+    return [rows, killed]

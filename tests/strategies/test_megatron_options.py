@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision
+from transformers import LlamaConfig
 
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.strategies import MegatronStrategy
@@ -18,6 +19,7 @@ from verl_lightning.strategies.megatron.provider import (
     ModelSettings,
     check_experts,
     fused_operations,
+    language_model_fields,
     recompute_fields,
 )
 from verl_lightning.strategies.megatron.tokens import Slicing, context_slice, model_tokens
@@ -163,3 +165,10 @@ def test_operations_are_fused_where_the_model_has_them(model, fused):
     swiglu = {"gated_linear_unit": True, "activation_func": F.silu, "glu_linear_offset": 0.0}
     transformer = SimpleNamespace(**{"multi_latent_attention": False} | swiglu | model)
     assert {name for name, chosen in fused_operations(transformer).items() if chosen} == fused
+
+
+def test_a_reward_model_is_mapped_as_the_language_model_with_its_trunk():
+    classifier = LlamaConfig(architectures=["LlamaForSequenceClassification"])
+    known = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    assert language_model_fields(classifier) == known
+    assert language_model_fields(LlamaConfig(architectures=["LlamaForCausalLM"])) == {}

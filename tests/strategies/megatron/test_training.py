@@ -37,7 +37,7 @@ def flat(change: list[dict[str, Tensor]]) -> Tensor:
 def test_rewards_rise_and_losses_fall_as_under_auto(bench, pipeline_parallel):
     """On two stages: the last four of GRPO's rewards are .2 above the first, those of SFT's losses 1.5 below.
 
-    Adapters begin with other random numbers than PEFT's, and with the reference's responses: KTO's first loss is 0.5.
+    KTO's adapters begin with other random numbers than PEFT's, and at the reference: its margins rise from 0.
     """
     expected, curves = learn(bench), pipeline_parallel["learn"]
 
@@ -48,8 +48,9 @@ def test_rewards_rise_and_losses_fall_as_under_auto(bench, pipeline_parallel):
     assert curves["sft"] == pytest.approx(expected["sft"], rel=1e-3)
     assert lifts["grpo"] > 0.2
     assert lifts["sft"] < -1.5
-    assert curves["kto"][0] == pytest.approx(expected["kto"][0], rel=1e-4)
-    assert max(curves["kto"][-1], expected["kto"][-1]) < 0.45
+    for margins in (curves["kto"], expected["kto"]):
+        assert margins[0] == pytest.approx(0.0, abs=1e-6)
+        assert margins[-1] > 0.03
 
 
 @pytest.mark.parametrize("run", ["whole", "resumed", "dry"])

@@ -44,7 +44,7 @@ def trainer_of(bench: Bench, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def learn(bench: Bench) -> dict[str, list[float]]:
-    """Curves of the reward under GRPO and of the loss under SFT and, of adapters, KTO, at a high learning rate."""
+    """Curves of the reward under GRPO and of the loss under SFT, and of the margin under KTO with adapters."""
     actor = make_model_config(bench.folder / "model", optim=OptimConfig(lr=1e-2, eps=1e-5))
     recorders = {name: Recorder() for name in STEPS}
     trainer = trainer_of(bench, make_rollout(), recorders["grpo"], max_steps=STEPS["grpo"])
@@ -54,7 +54,7 @@ def learn(bench: Bench) -> dict[str, list[float]]:
     trainer = trainer_of(bench, recorders["kto"], max_steps=STEPS["kto"])
     pairs = make_pairs(bench.folder / "pairs.jsonl", batch_size=8 // bench.replicas)
     trainer.fit(make_dpo(actor.path, actor=replace(actor, lora=LoraConfig(rank=4)), loss=KTO()), datamodule=pairs)
-    columns = {"grpo": "critic/score/mean", "sft": "train/loss", "kto": "train/loss"}
+    columns = {"grpo": "critic/score/mean", "sft": "train/loss", "kto": "rewards/margins"}
     return {name: recorders[name].column(column) for name, column in columns.items()}
 
 
