@@ -29,7 +29,7 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 from typing_extensions import override
 
 from verl_lightning.algorithms.advantages.grpo import GRPO
+from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import VLLMRollout
 from verl_lightning.callbacks.placement import Beside
 from verl_lightning.data import PromptDataModule
@@ -92,8 +93,10 @@ class RaggedRollout(VLLMRollout):
     """Mean of the lengths, in tokens; 0 leaves all at the longest."""
 
     @override
-    def _requests(self, module: Any, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> list[Request]:
-        requests = super()._requests(module, batch, sampling, purpose)
+    def requests_of(
+        self, module: Any, batch: PromptBatch, sampling: SamplingConfig, purpose: str, turn: int
+    ) -> Sequence[Request]:
+        requests = super().requests_of(module, batch, sampling, purpose, turn)
         if not self.mean_length or purpose != "train":
             return requests
         lengths = [min(sampling.max_new_tokens, ragged_length(each.seed, self.mean_length)) for each in requests]
@@ -172,7 +175,8 @@ class Meter(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._measure_sync(pl_module)
+        with self.rollout._alone(pl_module):
+            self._measure_sync(pl_module)
         if self.rollout.placement is None:
             self._measure_engine(self.batch)
 
@@ -293,6 +297,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=arguments.tensor_parallel_size,
         speculation=None if arguments.speculate is None else SpeculationConfig(method=arguments.speculate),
         placement=None if beside is None else Beside(gpus=beside, transfer=arguments.transfer),
+        max_staleness=arguments.max_staleness,
+        in_flight=arguments.in_flight if arguments.max_staleness else "finish",
     )
     rollout.mean_length = arguments.mean_length
     length = arguments.engine_length or arguments.response_length
@@ -326,6 +332,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             num_workers=arguments.reward_workers,
         ),
         GRPO(),
+        corrections=[TruncatedImportanceSampling()] if arguments.max_staleness else None,
         update=UpdateConfig(mini_batch_size=arguments.prompts, micro_batch_size=arguments.micro_batch_size),
     )
     data = PromptDataModule(
@@ -378,10 +385,10 @@ def report(meter: Meter, arguments: argparse.Namespace) -> dict[str, Any]:
     step = statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
     names = sorted(name for name in counted[-1] if name.startswith("timing_s/"))
     phases = {name.removeprefix("timing_s/"): statistics.median(row[name] for row in counted) for name in names}
-    tokens = counted[-1]["response_length/mean"] * arguments.prompts * arguments.samples
+    tokens = sum(row["response_length/mean"] for row in counted) * arguments.prompts * arguments.samples
     return {
         "step_s": round(step, 3),
-        "response_tokens_per_s": round(tokens / step, 1),
+        "response_tokens_per_s": round(tokens / (ends[-1] - ends[0]), 1),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "log_prob_gap": counted[-1]["rollout_corr/abs_log_prob_gap"],
         "canary_gap": counted[-1]["rollout/canary_gap"],
@@ -401,6 +408,8 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share an engine")
     parser.add_argument("--beside-gpus", type=int, nargs="*", help="of engines beside the trainer; none: on the CPU")
     parser.add_argument("--transfer", choices=["auto", "host", "nccl", "ipc"], default="auto", help="of weights there")
+    parser.add_argument("--max-staleness", type=int, default=0, help="sample so many steps ahead; needs engines beside")
+    parser.add_argument("--in-flight", choices=["finish", "continue", "abort"], default="continue", help="when it does")
     parser.add_argument("--trl", type=Path, help="`gpu_trl_bench.py`, to run before")
     parser.add_argument("--sync-only", action="store_true", help="no training: how long weights take")
     parser.add_argument("--devices", type=int, default=1)

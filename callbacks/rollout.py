@@ -7,7 +7,6 @@ import functools
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,13 +25,15 @@ from verl_lightning.callbacks.rollout_checks import (
     check_staleness,
     sends_adapters,
 )
-from verl_lightning.callbacks.rollout_queue import CHECKPOINT_KEY, InFlight, RolloutQueue, Ticket
-from verl_lightning.callbacks.rollout_requests import batch_requests, batch_rollout, join_parts, own_part, own_prompts
+from verl_lightning.callbacks.rollout_queue import InFlight
+from verl_lightning.callbacks.rollout_requests import batch_requests, batch_rollout, join_parts, own_part
+from verl_lightning.callbacks.rollout_supply import CHECKPOINT_KEY, GroupSupply
 from verl_lightning.environments.config import Environments, EpisodesConfig, Given
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner, episode_requests
 from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
+from verl_lightning.rollout.background import Background
 from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
 from verl_lightning.rollout.completions import Listener, answer, version_message, wait_for
 from verl_lightning.rollout.stepping import SteppingEngine
@@ -54,10 +55,10 @@ class RolloutCallback(Callback):
     The policy's weights go to the engine whenever an optimizer step has changed them, and before and after each
     validation, so that every response comes from the newest policy.
 
-    With ``max_staleness: k`` batches are sampled while the policy learns from those before: the batch of a step is
-    asked for ``k`` steps earlier, so no token comes from weights that are more than ``k`` optimizer steps old. Batches
-    keep their order, and each prompt is learnt from once. A checkpoint holds the finished responses that wait for their
-    step, since the weights that they were sampled with are gone; a resumed run asks for the others anew.
+    With ``max_staleness: k`` prompts are answered while the policy learns from those before, and no token comes from
+    weights that are more than ``k`` optimizer steps old. Each prompt is learnt from once. A checkpoint holds the
+    finished responses that wait for their step, since the weights that they were sampled with are gone; a resumed run
+    asks for the others anew. With `model.dynamic_sampling`, others are asked for in the place of groups without signal.
 
     Ranks that share a model's work (tensor, pipeline, context or sequence parallelism) see the same prompts: each
     samples a part of the responses, and all learn from the whole.
@@ -113,7 +114,7 @@ class RolloutCallback(Callback):
         self._has_started = False
         self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
         self._weights_version = 0
-        self._queue: RolloutQueue | None = None  # where batches are sampled ahead
+        self._supply: GroupSupply | None = None  # where prompts are not answered batch by batch
         self._saved: dict[str, Any] = {}  # what a checkpoint holds of it, until training starts
 
     def image_obstacle(self) -> str | None:
@@ -182,8 +183,8 @@ class RolloutCallback(Callback):
     def _replace(self, engine: Engine, module: PostTrainingModule) -> None:
         """Start this rank's engine anew, unless it lives."""
         engine.start(module.device)
-        if self._queue is not None:
-            self._queue.has_new_engine = True
+        if self._supply is not None:
+            self._supply.queue.has_new_engine = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,12 +192,14 @@ class RolloutCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.max_staleness:
+        module = cast(SamplingModule, pl_module)
+        if self.max_staleness or module.dynamic_sampling is not None or self._saved:
             check_order(trainer, self.max_staleness)
-            self._queue = RolloutQueue(self.max_staleness, self._ask)
+            keeps_order = self.in_flight == "finish"
+            self._supply = GroupSupply(self, module, self.max_staleness, keeps_order=keeps_order)
             if self._saved:
-                self._queue.restore(self._saved, trainer)
-                self._weights_version = max(self._weights_version, *self._queue.steps)
+                self._supply.restore(self._saved)
+                self._weights_version = max(self._weights_version, *self._saved["steps"])
         self._saved = {}
 
     @override
@@ -204,8 +207,10 @@ class RolloutCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         module = cast(SamplingModule, pl_module)
-        if self._queue is not None:
-            batch.rollout = self._take(module, batch, self._queue)
+        if self._supply is not None:
+            self._finish_all(module)
+            self._sync(module, batch)
+            batch.rollout = self._supply.batch(batch)
         else:
             batch.rollout = self._sample(module, batch, self.sampling, "train")
         if module.needs_greedy_rollout:
@@ -214,42 +219,22 @@ class RolloutCallback(Callback):
         if self._canary is not None:
             module.log("rollout/canary_gap", self._canary.gap, batch_size=1)
 
-    def _take(self, module: PostTrainingModule, batch: PromptBatch, queue: RolloutQueue) -> Rollout:
-        """Return the responses to a batch that were asked for some steps ago, and ask for later ones. Collective."""
-        with module.phase("gen"):
-            if self.in_flight == "finish":
-                self._attempt(module, queue.settle)
-        self._sync(module, batch)
-        with module.phase("gen"):
-            if not queue.tickets:  # the first batch is sampled by itself, as it is without a queue
-                self._look_ahead(module, queue, 1)
-                self._attempt(module, queue.settle)
-            self._look_ahead(module, queue, 1 + self.max_staleness)
-            self._attempt(module, lambda: queue.settle([queue.tickets[0]]))
-            ticket = queue.take(batch.row_index.tolist())
-            if self._runner is not None:
-                self._runner.check_errors(ticket.completions)
-            completions = join_parts(ticket.completions, module.contract)
-            for name, value in queue.check_age(module, completions).items():
-                module.log(name, value, batch_size=1)
-            return batch_rollout(module, ticket.requests, completions, self.sampling)
+    def _finish_all(self, module: PostTrainingModule) -> None:
+        """Wait for all responses that are on their way, unless new weights may come under them. Collective."""
+        if self._supply is not None and self.in_flight == "finish":
+            self._settle(module)
 
-    def _look_ahead(self, module: PostTrainingModule, queue: RolloutQueue, limit: int) -> None:
-        """Ask for the next batches until so many are under way."""
-        for ahead, epoch, batch in islice(queue.coming(module.trainer), limit - len(queue.tickets)):
-            requests = self._requests(module, batch, self.sampling, "train", ahead)
-            own = own_prompts(len(batch), module.contract)
-            ticket = Ticket(epoch, batch.row_index.tolist(), requests, own)
-            queue.add(ticket, module.trainer.global_step + ahead)
-        queue.ask()
+    def _settle(self, module: PostTrainingModule) -> None:
+        """Wait for all responses that are on their way. Collective."""
+        if self._supply is not None and self._supply.background is not None:
+            with module.phase("gen"):
+                self.attempt(module, self._supply.queue.settle)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._queue is not None:
-            module = cast(SamplingModule, pl_module)
-            if self.in_flight == "finish":
-                self._attempt(module, self._queue.settle)
-            checkpoint[CHECKPOINT_KEY] = self._queue.state_dict(module)
+        if self._supply is not None:
+            self._finish_all(cast(SamplingModule, pl_module))
+            checkpoint[CHECKPOINT_KEY] = self._supply.state_dict()
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -300,11 +285,11 @@ class RolloutCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._queue is not None:
+        if self._supply is not None:
             if self.placement is not None:
                 self.placement.abandon(self._engine)
-            self._queue.stop()
-            self._queue = None
+            self._supply.stop()
+            self._supply = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
@@ -320,7 +305,7 @@ class RolloutCallback(Callback):
         """
         if not self._has_started:
             module = cast(PostTrainingModule, trainer.lightning_module)
-            self._attempt(module, lambda: self.start_engine(trainer.strategy.root_device))
+            self.attempt(module, lambda: self.start_engine(trainer.strategy.root_device))
             self._has_started = True
 
     def start_engine(self, device: torch.device) -> None:
@@ -342,8 +327,8 @@ class RolloutCallback(Callback):
     def _send_weights(self, module: PostTrainingModule) -> None:
         """Send the engine a new version of the weights, under responses that are on their way too. Collective."""
         self._weights_version += 1
-        if self._queue is not None:
-            self._queue.begin_version(self._weights_version, module.trainer.global_step)
+        if self._supply is not None:
+            self._supply.queue.begin_version(self._weights_version, module.trainer.global_step)
         with self._alone(module):
             self.sync_weights(module)
 
@@ -351,10 +336,15 @@ class RolloutCallback(Callback):
     def _alone(self, module: PostTrainingModule) -> Iterator[None]:
         """Have the engine to oneself: nothing is asked or sampled meanwhile, by no other process either. Collective."""
         with (
-            nullcontext() if self._queue is None else self._queue.background.paused(),
+            nullcontext() if (background := self._background) is None else background.paused(),
             nullcontext() if self.placement is None else self.placement.alone(module.trainer),
         ):
             yield
+
+    @property
+    def _background(self) -> Background | None:
+        """Thread that has the engine as long as training lasts, where it samples while the policy learns."""
+        return None if self._supply is None else self._supply.background
 
     def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
         """Yield the weights that the engine is sent. Collective."""
@@ -366,12 +356,13 @@ class RolloutCallback(Callback):
 
     def _sample(self, module: SamplingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> Rollout:
         """Sample responses to a batch from the newest policy; each is judged while others are sampled. Collective."""
-        if self._queue is not None:
-            self._attempt(module, self._queue.settle)
+        self._settle(module)
         self._sync(module, batch)
-        requests = self._requests(module, batch, sampling, purpose)
+        trainer = module.trainer
+        turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
+        requests = self.requests_of(module, batch, sampling, purpose, turn)
         # Reward workers are this thread's, and episodes may end as several responses or none.
-        is_judged_early = purpose in JUDGED and self._runner is None and self._queue is None
+        is_judged_early = purpose in JUDGED and self._runner is None and self._background is None
         judge = functools.partial(module.begin_judging, batch, sampling.num_samples) if is_judged_early else None
         with module.phase("gen"):
             return self._answer(module, requests, sampling, judge)
@@ -385,14 +376,14 @@ class RolloutCallback(Callback):
     ) -> Rollout:
         """Answer requests that other ranks may have too: each answers a part, and all get the whole. Collective."""
         part = own_part(requests, sampling, module.contract)
-        completions = self._attempt(module, lambda: self._complete(module, part, begin and begin()))
+        completions = self.attempt(module, lambda: self.complete(module, part, begin and begin()))
         return batch_rollout(module, requests, join_parts(completions, module.contract), sampling)
 
-    def _attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
+    def attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
         """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
         return work() if self._replacements is None else self._replacements.attempt(module, work)
 
-    def _complete(
+    def complete(
         self, module: PostTrainingModule, requests: Sequence[Request], hear: Listener | None = None
     ) -> list[Completion]:
         """Ask the engine for episodes, or for single responses and tell of each as soon as it is finished.
@@ -401,16 +392,20 @@ class RolloutCallback(Callback):
             RunError: If the engine answers with other weights than those that it was sent last, or too many episodes
                 fail.
         """
-        version, work = self._weights_version, self._ask(requests, hear)
-        completions = wait_for(work) if self._queue is None else self._queue.background.submit(work).result()
+        version, work = self._weights_version, self.ask(requests, hear)
+        completions = wait_for(work) if self._background is None else self._background.submit(work).result()
         sampled = [each for each in completions if each.is_own is None or any(each.is_own)]
         if others := {each.weights_version for each in sampled} - {version}:
             raise RunError(version_message(others.pop(), version))
-        if self._runner is not None:
-            self._runner.check_errors(completions)
+        self.check_errors(completions)
         return completions
 
-    async def _ask(self, requests: Sequence[Request], hear: Listener | None = None) -> list[Completion]:
+    def check_errors(self, completions: Sequence[Completion]) -> None:
+        """Refuse answers among which too many episodes failed."""
+        if self._runner is not None:
+            self._runner.check_errors(completions)
+
+    async def ask(self, requests: Sequence[Request], hear: Listener | None = None) -> list[Completion]:
         """Ask the engine for single responses or episodes."""
         assert self._engine is not None
         episodes = [request for request in requests if isinstance(request, EpisodeRequest)]
@@ -422,7 +417,7 @@ class RolloutCallback(Callback):
         """Bring the engine to the newest policy. Collective."""
         if self._weights_step != module.trainer.global_step:
             with module.phase("update_weights"):
-                self._attempt(module, lambda: self._send_weights(module))
+                self.attempt(module, lambda: self._send_weights(module))
             self._weights_step = module.trainer.global_step
             if self._canary is not None and self._is_idle(module):
                 with module.phase("canary"):
@@ -430,9 +425,9 @@ class RolloutCallback(Callback):
 
     def _is_idle(self, module: PostTrainingModule) -> bool:
         """Tell whether no rank waits for responses, behind which a canary would have to wait. Collective."""
-        if self.in_flight == "finish" or self._queue is None:
+        if self.in_flight == "finish" or self._supply is None:
             return True
-        return sum_over_ranks(module, int(self._queue.is_busy)) == 0
+        return sum_over_ranks(module, int(self._supply.queue.is_busy)) == 0
 
     def _check_canary(self, module: PostTrainingModule, batch: PromptBatch, canary: Canary) -> None:
         """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
@@ -441,7 +436,7 @@ class RolloutCallback(Callback):
         requests = canary.requests(module.trainer, batch, self.sampling)
         rollout = self._answer(module, requests, requests[0].sampling)
         with self._alone(module):
-            self._attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
+            self.attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
         canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
 
     def _difference(self, module: PostTrainingModule, engine: Engine) -> str:
@@ -466,11 +461,11 @@ class RolloutCallback(Callback):
         if self._canary is not None and "canary" in state_dict:  # else the run that saved had none
             self._canary.restore(state_dict["canary"])
 
-    def _requests(
-        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, ahead: int = 0
+    def requests_of(
+        self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, turn: int
     ) -> Sequence[Request]:
-        """Return what the engine is asked for a batch, so many batches ahead; see `batch_requests`."""
-        requests = batch_requests(module, batch, sampling, purpose, ahead)
+        """Return what the engine is asked for a batch; see `batch_requests`."""
+        requests = batch_requests(batch, sampling, purpose, turn)
         if self._runner is None:
             return requests
         return episode_requests(requests, batch.rows, num_samples=sampling.num_samples)

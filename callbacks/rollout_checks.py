@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from verl_lightning.callbacks.rollout_queue import OrderedLoader
+from verl_lightning.callbacks.prompt_stream import OrderedLoader
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ppo import PPOModule
 
@@ -80,14 +80,17 @@ def check_staleness(module: LightningModule, max_staleness: int) -> None:
 
 
 def check_order(trainer: Trainer, max_staleness: int) -> None:
-    """Refuse to sample ahead of batches that nobody knows before the loader yields them.
+    """Refuse to ask for prompts that nobody knows before the loader yields them.
 
     Raises:
         MisconfigurationException: If the training loader is not ours.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, OrderedLoader):
+        option, way_out = f"`rollout.max_staleness: {max_staleness}`", "set it to 0"
+        if not max_staleness:
+            option, way_out = "`model.dynamic_sampling`", "take it out"
         raise MisconfigurationException(
-            f"`rollout.max_staleness: {max_staleness}` samples batches before their turn, but a"
-            f" `{type(loader).__name__}` does not tell them. Train with a `PromptDataModule`, or set it to 0."
+            f"{option} samples prompts before their turn, but a `{type(loader).__name__}` does not tell them. Train"
+            f" with a `PromptDataModule`, or {way_out}."
         )

@@ -1,98 +1,54 @@
-"""Batches that are sampled before their step, while the policy learns."""
+"""Groups of responses that a process has asked for, and the choice of those that a step learns from."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal
 
-import torch
-from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch import Trainer
-
-from verl_lightning.faults import RunError
-from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.rollout.background import Background
-from verl_lightning.rollout.base import Completion, Request
+from verl_lightning.callbacks.prompt_stream import Cursor, Group, Prompt, PromptStream
 from verl_lightning.rollout.completions import pack_completions, unpack_completions
 from verl_lightning.rollout.process import EngineDiedError
-from verl_lightning.types import PromptBatch
-
-CHECKPOINT_KEY = "rollout_queue"
 
 InFlight = Literal["finish", "continue", "abort"]
 
-Prompt = tuple[int, int]
-"""A prompt's epoch and its row of the data files; each is trained on once."""
-
-
-@runtime_checkable
-class OrderedLoader(Protocol):
-    """A loader whose batches are known before it yields them, as those of `TrainLoader` are."""
-
-    def upcoming(self) -> Iterator[tuple[int, PromptBatch]]:
-        """Yields the epoch and the batch that was handed out last, and then those that will be, without end."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: a text that tells the rows from others, among other things."""
-
-
-class Ticket:
-    """A batch that has its turn later, and the responses of this rank's part of it.
-
-    Args:
-        epoch: Epoch of the batch.
-        rows: Row of the data files of each of its prompts.
-        requests: Requests for all responses to them, prompt after prompt.
-        own: Positions among the prompts of those whose responses this rank samples.
-    """
-
-    def __init__(self, epoch: int, rows: Sequence[int], requests: Sequence[Request], own: range) -> None:
-        self.rows = list(rows)
-        self.requests = requests
-        size = len(requests) // len(rows)
-        self.prompts: list[Prompt] = [(epoch, rows[prompt]) for prompt in own]
-        self.groups = [requests[prompt * size :][:size] for prompt in own]
-        self.answers: list[Future[list[Completion]] | None] = [None] * len(own)
-        """Completions of each group; None before it is asked for, and once its engine has died."""
-
-    @property
-    def completions(self) -> list[Completion]:
-        """Completions of this rank's part, once they are there."""
-        return [completion for answer in self.answers if answer is not None for completion in answer.result()]
-
 
 class RolloutQueue:
-    """The batches of the coming steps, in the order of the data, each asked for as soon as the bound on age allows.
+    """Groups of this process between the moment at which they are asked for and the step that learns from them.
 
-    A response comes from weights that are ``max_staleness`` optimizer steps old at the most when it is learnt from,
-    since its batch is not asked for earlier than that. The order is that of the `TrainLoader`, whose position is also
-    what of the data is done: a queue that is lost with its process is made anew, and no prompt is lost or comes twice.
+    A group is due when its responses would be too old for the step after: ``max_staleness`` steps after they were asked
+    for. A step takes groups as they finish, the oldest first, but waits for those that are due, and for as many more
+    as would otherwise be due together later than there is room for. So a long episode lets others pass until it is due.
 
     Args:
-        max_staleness: The bound, in optimizer steps.
-        sample: Function that samples a group of responses.
+        max_staleness: Most optimizer steps by which a response may be older than the policy that learns from it.
+        ahead: Steps whose groups are asked for beyond the present one's; what is left of the bound is room for long
+            episodes.
+        begin: Function that has engines begin with some groups, all together.
     """
 
-    def __init__(
-        self, max_staleness: int, sample: Callable[[Sequence[Request]], Coroutine[Any, Any, list[Completion]]]
-    ) -> None:
+    def __init__(self, max_staleness: int, ahead: int, begin: Callable[[Sequence[Group]], None]) -> None:
         self.max_staleness = max_staleness
-        self.background = Background()
-        self.tickets: deque[Ticket] = deque()
+        self.ahead = ahead
+        self.groups: list[Group] = []
+        """Groups that no step has learnt from, in the order of the data."""
+        self.step = 0
+        """Present ``global_step``."""
         self.steps: dict[int, int] = {}
         """The ``global_step`` of each version of the weights that is not too old."""
-        self._sample = sample
-        self._restored: dict[Prompt, list[Completion]] = {}
+        self.stream: PromptStream | None = None
+        """Source of further groups, once training has begun."""
         self.has_new_engine = False
         """True if an engine has taken a dead one's place since the last `settle`, which is thus known of."""
+        self._begin = begin
+        self._taken: dict[Prompt, Group] = {}  # by the present step
 
     @property
     def is_busy(self) -> bool:
         """True if responses are on their way."""
-        return any(not answer.done() for answer in answers_of(self.tickets))
+        return any(not answer.done() for answer in self._answers())
 
     def begin_version(self, version: int, step: int) -> None:
         """Note when the engine gets new weights.
@@ -102,146 +58,169 @@ class RolloutQueue:
             step: The ``global_step`` that they are of.
         """
         oldest = step - self.max_staleness
+        self.step = step
         self.steps = {version: step for version, step in self.steps.items() if step >= oldest} | {version: step}
 
-    def coming(self, trainer: Trainer) -> Iterable[tuple[int, int, PromptBatch]]:
-        """Yields what may be asked for now beside the batches that are: steps ahead, epoch and batch."""
-        loader = cast(OrderedLoader, trainer.train_dataloader)
-        batches = enumerate(loader.upcoming())
-        for ahead, (epoch, batch) in islice(batches, len(self.tickets), self.max_staleness + 1):
-            yield ahead, epoch, batch
+    def begin_step(self, step: int) -> None:
+        """Give up what is too old for a step."""
+        self.step, self._taken = step, {}
+        for group in self.groups:
+            if group.asked is not None and group.asked + self.max_staleness < step:
+                group.forget()
 
-    def add(self, ticket: Ticket, step: int) -> None:
-        """Take one more batch, with what a checkpoint holds of it unless that is too old.
+    def look_ahead(self, kinds: Sequence[Any], ahead: int | None = None) -> None:
+        """Ask for groups of these kinds, and for as many beyond them as are asked for ahead.
 
         Args:
-            ticket: The batch.
-            step: The ``global_step`` at which it is learnt from.
+            kinds: Kind of each group that is wanted next.
+            ahead: Number of further steps; None takes that of the queue.
         """
-        for number, prompt in enumerate(ticket.prompts):
-            found = self._restored.pop(prompt, [])
-            steps = [self.steps.get(version, -1) for completion in found for version in completion.own_versions]
-            is_young = step - min(steps, default=step) <= self.max_staleness
-            if is_young and len(found) == len(ticket.groups[number]):
-                ticket.answers[number] = answer = Future[list[Completion]]()
-                answer.set_result(found)
-        self.tickets.append(ticket)
-        if len(self.tickets) > self.max_staleness:  # the rest is of other ranks
-            self._restored = {}
+        asked = [group for group in self.groups if group.asked is not None]
+        missing = list((Counter(kinds) - Counter(group.kind for group in asked)).elements())
+        rest = len(kinds) * (1 + (self.ahead if ahead is None else ahead)) - len(asked) - len(missing)
+        for kind in missing:
+            self._next({kind}).asked = self.step
+        for _ in range(rest):
+            self._next().asked = self.step
 
-    def ask(self) -> None:
-        """Have the engine begin with all groups that it was not asked for, together."""
-        with self.background.paused():
-            for ticket in self.tickets:
-                for number, group in enumerate(ticket.groups):
-                    if ticket.answers[number] is None:
-                        ticket.answers[number] = self.background.submit(self._sample(group))
+    def _next(self, kinds: Container[Any] | None = None) -> Group:
+        """Return the first group that was not asked for, of these kinds or of any."""
+        assert self.stream is not None
+        while True:
+            for group in self.groups:
+                if group.asked is None and (kinds is None or group.kind in kinds):
+                    return group
+            self.groups += self.stream.next_batch()
 
-    def settle(self, tickets: Iterable[Ticket] | None = None) -> None:
-        """Wait for this rank's part of some batches, or of all; if an engine has died, the next call asks anew.
+    def settle(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Wait until enough of what was asked for is there, or all; where an engine has died, the next call asks anew.
+
+        Args:
+            is_enough: Function that tells whether to go on; None waits for all.
 
         Raises:
             EngineDiedError: If an engine has died.
         """
-        self.ask()
-        wait(answers_of(self.tickets if tickets is None else tickets))
-        deaths = [error for answer in answers_of(self.tickets) if (error := death_in(answer)) is not None]
+        self._begin([group for group in self.groups if group.asked is not None and group.answer is None])
+        deaths = self._deaths()
+        while not deaths and self.is_busy and not (is_enough and is_enough()):
+            wait([answer for answer in self._answers() if not answer.done()], return_when=FIRST_COMPLETED)
+            deaths = self._deaths()
         is_known, self.has_new_engine = self.has_new_engine, False
         if not deaths:
             return
-        wait(answers_of(self.tickets))  # none is left to the dead one
-        for ticket in self.tickets:
-            ticket.answers = [None if answer is None or death_in(answer) else answer for answer in ticket.answers]
+        wait(self._answers())  # none is left to the dead one
+        for group in self.groups:
+            if group.answer is not None and death_in(group.answer) is not None:
+                group.answer = None
         if not is_known:
             raise deaths[0]
-        self.settle(tickets)
+        self.settle(is_enough)
 
-    def take(self, rows: Sequence[int]) -> Ticket:
-        """Returns the next batch, once it is settled.
+    def choose(self, kinds: Sequence[Any]) -> list[Group] | None:
+        """Return the groups of these kinds that are learnt from next, in the order of the data; None if some lack."""
+        chosen: list[Group] = []
+        for kind, count in Counter(kinds).items():
+            asked = [group for group in self.groups if group.kind == kind and group.asked is not None]
+            chosen += self._choose(sorted(asked, key=lambda group: (group.asked, group.prompt)), count)
+        if len(chosen) < len(kinds) or not all(group.is_done for group in chosen):
+            return None
+        return sorted(chosen, key=lambda group: group.prompt)
 
-        Raises:
-            RunError: If it is not the one that the loader yields.
+    def _choose(self, groups: list[Group], count: int) -> list[Group]:
+        """Return the groups of one kind that are taken next, the oldest first; some may not be done.
+
+        Args:
+            groups: Those that were asked for, the oldest first.
+            count: Number that this and each later step takes.
         """
-        ticket = self.tickets.popleft()
-        if ticket.rows != list(rows):
-            raise RunError(
-                f"the loader yields rows {list(rows)}, but rows {ticket.rows} were to be next. Please report this."
-            )
-        return ticket
+        chosen: list[Group] = []
+        for later in range(self.max_staleness + 1):
+            due = [group for group in groups if (group.asked or 0) + self.max_staleness <= self.step + later]
+            too_many = len(due) - later * count - len(chosen)
+            open_ones = [group for group in due if group not in chosen]
+            chosen += sorted(open_ones, key=lambda group: not group.is_done)[: max(0, too_many)]
+        chosen = chosen[:count]
+        rest = [group for group in groups if group.is_done and group not in chosen]
+        return chosen + rest[: count - len(chosen)]
 
-    def check_age(self, module: PostTrainingModule, completions: Sequence[Completion]) -> dict[str, float]:
-        """Returns how old responses of all ranks are that are about to be learnt from, as metrics. Collective.
+    def take(self, groups: Sequence[Group]) -> None:
+        """Remove groups, from which a step learns."""
+        self._taken |= {group.prompt: group for group in groups}
+        self.groups = [group for group in self.groups if group.prompt not in self._taken]
 
-        Raises:
-            RunError: If one is older than the bound.
-        """
-        step = module.trainer.global_step
-        ages = [[step - self.steps[version] for version in each.own_versions] for each in completions]
-        mixed = [len(each) for each in ages if len(set(each)) > 1]
-        sums = torch.tensor([sum(map(sum, ages)), sum(map(len, ages)), sum(mixed)], dtype=torch.float32)
-        total, count, num_mixed = module.contract.sum_over_data_parallel(sums.to(module.device)).tolist()
-        oldest = max(module.contract.gather_over_data_parallel(max(map(max, filter(None, ages)), default=0)))
-        if oldest > self.max_staleness:
-            raise RunError(
-                f"a response is {oldest} optimizer steps old at step {step}, but `rollout.max_staleness` is"
-                f" {self.max_staleness}. Please report this."
-            )
-        count = max(count, 1.0)
-        return {
-            "rollout/staleness/mean": total / count,
-            "rollout/staleness/max": float(oldest),
-            "rollout/mixed_version_tokens": num_mixed / count,
-        }
+    def give_back(self, prompts: Iterable[Prompt]) -> None:
+        """Keep those of this process's groups that the present step does not learn from after all."""
+        groups = [self._taken[prompt] for prompt in prompts if prompt in self._taken]
+        self.groups = sorted([*self.groups, *groups], key=lambda group: group.prompt)
 
-    def state_dict(self, module: PostTrainingModule) -> dict[str, Any]:
-        """Finished groups of all ranks as plain values and tensors, for a checkpoint. Collective."""
-        groups = [
-            (*prompt, answer.result())
-            for ticket in self.tickets
-            for prompt, answer in zip(ticket.prompts, ticket.answers, strict=True)
-            if answer is not None and answer.done() and answer.exception() is None
+    def state_dict(self) -> dict[str, Any]:
+        """All groups as plain values and tensors, with their responses where these are there."""
+        done = [group.is_done and group.answer is not None and not group.answer.exception() for group in self.groups]
+        found = [
+            group.answer.result() if is_done and group.answer is not None else []
+            for group, is_done in zip(self.groups, done, strict=True)
         ]
-        contract = module.contract
-        found = [group for rank in contract.gather_over_model_parallel(groups) for group in rank]
-        all_groups = [group for rank in contract.gather_over_data_parallel(found) for group in rank]
         return {
-            "prompts": [[epoch, row] for epoch, row, _ in all_groups],
-            "sizes": [len(completions) for *_, completions in all_groups],
-            "completions": pack_completions([each for *_, completions in all_groups for each in completions]),
-            "steps": dict(self.steps),
-            "data": digest_of_rows(module.trainer),
+            "prompts": [list(group.prompt) for group in self.groups],
+            "sizes": list(map(len, found)),
+            "completions": pack_completions([completion for group in found for completion in group]),
         }
 
-    def restore(self, state: Mapping[str, Any], trainer: Trainer) -> None:
-        """Take the finished groups of a checkpoint, of whatever ranks, for the batches to come."""
-        self.steps = dict(state["steps"])
-        if state["data"] != digest_of_rows(trainer):
-            rank_zero_warn(
-                "The checkpoint holds responses that wait for their step, but to other training rows than there are"
-                " now: they are dropped."
-            )
-            return
-        completions = iter(unpack_completions(state["completions"]))
-        for (epoch, row), size in zip(state["prompts"], state["sizes"], strict=True):
-            self._restored[epoch, row] = list(islice(completions, size))
+    def catch_up(self, batch: int) -> Cursor:
+        """Take prompts up to a batch, at which the stream of another process is; returns the place behind them."""
+        assert self.stream is not None
+        while self.stream.cursor.batch < batch:
+            self.groups += self.stream.next_batch()
+        return self.stream.cursor
 
-    def stop(self) -> None:
-        """Give up all that is not finished."""
-        self.background.stop()
+    def restore(self, states: Sequence[Mapping[str, Any]], lane: int, lanes: int) -> None:
+        """Take this process's share of the groups of a checkpoint.
+
+        Args:
+            states: State of each process that had groups.
+            lane: This process among those that have some now.
+            lanes: Number of these processes. If as many saved, each gets its own back; else all are dealt out.
+        """
+        assert self.stream is not None
+        parts = [groups_in(state) for state in states]
+        own = parts[lane] if len(parts) == lanes else sorted((each for part in parts for each in part), key=first)
+        own = own if len(parts) == lanes else own[lane::lanes]
+        self.groups = self.stream.groups_of([prompt for prompt, _ in own])
+        for group, (_, completions) in zip(self.groups, own, strict=True):
+            versions = [version for each in completions for version in each.own_versions]
+            if completions and all(version in self.steps for version in versions):
+                group.answered(min((self.steps[version] for version in versions), default=self.step), completions)
+
+    def _answers(self) -> list[Future[Any]]:
+        return [group.answer for group in self.groups if group.answer is not None]
+
+    def _deaths(self) -> list[EngineDiedError]:
+        """Deaths of engines for which groups were not finished; raises any other error of theirs."""
+        return [death for answer in self._answers() if (death := death_in(answer)) is not None]
 
 
-def answers_of(tickets: Iterable[Ticket]) -> list[Future[list[Completion]]]:
-    """The answers that were asked for."""
-    return [answer for ticket in tickets for answer in ticket.answers if answer is not None]
+def death_in(answer: Future[Any]) -> EngineDiedError | None:
+    """The death of an engine that a group was not finished for; None if it is finished or under way.
 
-
-def death_in(answer: Future[list[Completion]]) -> EngineDiedError | None:
-    """The death of an engine that a group was not finished for; None if it is not, or is finished or under way."""
+    Raises:
+        Exception: Whatever else it was not finished for.
+    """
     error = answer.exception() if answer.done() else None
-    return error if isinstance(error, EngineDiedError) else None
+    if error is None or isinstance(error, EngineDiedError):
+        return error
+    raise error
 
 
-def digest_of_rows(trainer: Trainer) -> str:
-    """Returns a text that tells the training rows from others."""
-    loader = cast(OrderedLoader, trainer.train_dataloader)
-    return str(loader.state_dict()["rows"])
+def first(pair: tuple[Any, Any]) -> Any:
+    """The first of two."""
+    return pair[0]
+
+
+def groups_in(state: Mapping[str, Any]) -> list[tuple[Prompt, list[Any]]]:
+    """The prompts of a process's state, each with its completions, if there are any."""
+    completions = iter(unpack_completions(state["completions"]))
+    return [
+        (Prompt(*prompt), list(islice(completions, size)))
+        for prompt, size in zip(state["prompts"], state["sizes"], strict=True)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
@@ -11,23 +12,19 @@ from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import PromptBatch, Rollout
 
+T = TypeVar("T")
 
-def batch_requests(
-    module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, ahead: int = 0
-) -> list[Request]:
+
+def batch_requests(batch: PromptBatch, sampling: SamplingConfig, purpose: str, turn: int) -> list[Request]:
     """Returns what an engine is asked for a batch, with a seed for each sample.
 
     Args:
-        module: Module that learns from the responses or is judged by them.
         batch: Prompts.
         sampling: Settings of all samples.
         purpose: Use of the responses, on which the seeds depend.
-        ahead: Number of batches by which this one comes after the present one.
+        turn: Number of the batch in training, on which they depend too; 0 elsewhere: validation draws the same noise
+            each time, so that its curve shows the policy and not the dice.
     """
-    # Validation draws the same noise each time, so that its curve shows the policy and not the dice.
-    # Batches, not steps: dynamic sampling may ask a prompt again within a step.
-    trainer = module.trainer
-    turn = trainer.fit_loop.epoch_loop.total_batch_idx + ahead if trainer.training else 0
     seeds = [
         [derive_seed(run_seed(), purpose, turn, row, sample) for sample in range(sampling.num_samples)]
         for row in batch.row_index.tolist()
@@ -66,8 +63,8 @@ def own_part(
     return requests[own.start * size : own.stop * size]
 
 
-def join_parts(part: list[Completion], contract: PostTrainingStrategy) -> list[Completion]:
-    """Returns the completions of all requests, of which each rank with the same data has a part. Collective."""
+def join_parts(part: list[T], contract: PostTrainingStrategy) -> list[T]:
+    """Returns the whole of what each rank with the same data has a part. Collective."""
     if contract.model_parallel_size == 1:
         return part
-    return [completion for each in contract.gather_over_model_parallel(part) for completion in each]
+    return [each for parts in contract.gather_over_model_parallel(part) for each in parts]

@@ -46,7 +46,7 @@ def make_rows(
     module: PostTrainingModule,
     rollout: Rollout,
     reward_result: RewardResult,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: Sequence[Mapping[str, Any]],
     *,
     step: int,
     count: int,
@@ -59,7 +59,7 @@ def make_rows(
         module: Module whose tokenizer made the tokens.
         rollout: Responses.
         reward_result: Their rewards.
-        rows: Data rows that ``rollout.prompt_index`` points into; None where they are gone.
+        rows: Data rows that ``rollout.prompt_index`` points into.
         step: Finished steps of the policy that answered.
         count: Number of rows.
         limits: Limits of what they keep.
@@ -69,15 +69,15 @@ def make_rows(
     is_truncated = rollout.is_truncated.tolist()
     found = []
     for index in islice(range(len(rollout)), count):
-        row = None if rows is None else rows[prompts[index]]
+        row = rows[prompts[index]]
         found.append(
             {
                 "step": step,
-                "data_source": None if row is None else row["data_source"],
-                "prompt": limits.cut(_prompt(module, rollout, index) if row is None else _said(row)),
+                "data_source": row["data_source"],
+                "prompt": limits.cut(_said(row)),
                 "response": limits.cut(reward_result.responses[index]),
                 "reward": rewards[index],
-                "ground_truth": None if row is None else (row.get("reward_model") or {}).get("ground_truth"),
+                "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
                 "reward_parts": _parts(reward_result, index),
                 "is_truncated": is_truncated[index],
                 **({} if advantages is None else {"advantage": float(advantages[index])}),
@@ -143,19 +143,12 @@ def _tokens(module: PostTrainingModule, rollout: Rollout, index: int, max_tokens
     return {"tokens": texts, "token_ids": ids, "log_probs": log_probs} | ({} if all(mask) else {"is_trained": mask})
 
 
-def _images(row: Mapping[str, Any] | None) -> Row:
+def _images(row: Mapping[str, Any]) -> Row:
     """Small copies of a prompt's images, for the page; nothing without images."""
-    images = None if row is None else row.get("images")
+    images = row.get("images")
     return {"images": [thumbnail(source) for source in images]} if images else {}
 
 
 def _said(row: Mapping[str, Any]) -> str:
     """The messages of a prompt."""
     return "\n".join(str(message["content"]) for message in row["prompt"])
-
-
-def _prompt(module: PostTrainingModule, rollout: Rollout, index: int) -> str:
-    """The prompt of a response, from its tokens."""
-    width = rollout.response_mask.shape[1]
-    ids = rollout.input_ids[index, :-width][rollout.attention_mask[index, :-width]]
-    return str(module.tokenizer.decode(ids))

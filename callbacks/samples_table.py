@@ -132,7 +132,7 @@ class SamplesTable(Callback):
         module: PostTrainingModule,
         scored: ScoredRollout,
         experience: Experience,
-        rows: Sequence[Mapping[str, Any]] | None,
+        rows: Sequence[Mapping[str, Any]],
     ) -> None:
         """Keep the first responses that a step learns from."""
         step = module.trainer.global_step + 1

@@ -263,18 +263,18 @@ class VLLMRollout(RolloutCallback):
             self._weights_step = -1  # sleep forgets the weights
 
     @override
-    def _complete(
+    def complete(
         self, module: PostTrainingModule, requests: Sequence[Request], hear: Listener | None = None
     ) -> list[Completion]:
         if self.tensor_parallel_size == 1 or not isinstance(self._engine, VLLMEngine):
-            return super()._complete(module, requests, hear)
+            return super().complete(module, requests, hear)
         asked, own = gather_requests(requests)
 
         def hear_own(position: int, completion: Completion) -> None:
             if hear is not None and own.start <= position < own.stop:
                 hear(position - own.start, completion)
 
-        return super()._complete(module, asked, hear=hear_own)[own]
+        return super().complete(module, asked, hear=hear_own)[own]
 
     @override
     def weights_type(self, module: PostTrainingModule) -> torch.dtype:

@@ -166,7 +166,7 @@ FLAGS = {
     "strategy": Stock(test="strategies/test_conformance.py"),
     "sync_batchnorm": TRIED,
     "use_distributed_sampler": TRIED,
-    "val_check_interval": Stock(test="modules/test_iteration_count.py"),
+    "val_check_interval": Stock(test="modules/test_dynamic_sampling.py"),
 }
 """Options of `Trainer` by name."""
 

@@ -115,7 +115,7 @@ def test_a_resumed_run_with_other_data_begins_anew(experiment, whole, tmp_path):
         warnings.simplefilter("always")
         trainer.fit(experiment.make_module(), make_prompts(other), ckpt_path=str(experiment.checkpoint("whole", 3)))
 
-    assert any("to other training rows" in str(warning.message) for warning in warned)
+    assert any("of other training rows" in str(warning.message) for warning in warned)
     assert recorder.column("rollout/staleness/max") == [0.0, 1.0]
 
 

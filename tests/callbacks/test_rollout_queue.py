@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,6 @@ from verl_lightning.callbacks import HFRollout
 from verl_lightning.data.loader import TrainLoader
 from verl_lightning.data.prompts import PromptDataset
 from verl_lightning.rollout.base import Completion, SamplingConfig
-from verl_lightning.rollout.completions import pack_completions, unpack_completions
 from verl_lightning.rollout.stepping import SteppingEngine
 
 NUM_ROWS, SAMPLES, LONGEST = 14, 2, 6
@@ -71,7 +71,8 @@ def make_loader(rank, ranks, state=None):
     return loader
 
 
-def make_module(loader, step, metrics):
+def make_module(loader, step, metrics, most):
+    """A module whose other ranks are as far in the data as the one that is farthest."""
     epoch_loop = SimpleNamespace(total_batch_idx=step)
     trainer = SimpleNamespace(
         train_dataloader=loader, global_step=step, training=True, fit_loop=SimpleNamespace(epoch_loop=epoch_loop)
@@ -79,7 +80,9 @@ def make_module(loader, step, metrics):
     contract = SimpleNamespace(
         model_parallel_size=1,
         model_parallel_rank=0,
-        gather_over_data_parallel=lambda value: [value],
+        data_parallel_size=loader.world_size,
+        data_parallel_rank=loader.rank,
+        gather_over_data_parallel=lambda value: [value, *most] if isinstance(value, int) else [value],
         gather_over_model_parallel=lambda value: [value],
         sum_over_data_parallel=lambda value: value,
     )
@@ -87,6 +90,8 @@ def make_module(loader, step, metrics):
         trainer=trainer,
         contract=contract,
         needs_greedy_rollout=False,
+        dynamic_sampling=None,
+        begin_judging=lambda *_: None,
         phase=lambda name: nullcontext(),
         log=lambda name, value, **_: metrics.setdefault(name, []).append(value),
         tokenizer=SimpleNamespace(pad_token_id=0),
@@ -100,88 +105,109 @@ async def turns(number):
         await asyncio.sleep(0)
 
 
-def run_rank(rank, ranks, start, num_steps, learning, saved, bound, speeds, in_flight):
-    """One rank from a step on; returns the rows and the ages of each of its steps, and what it saves after them."""
-    metrics, rows, oldest = {}, [], []
-    loader = make_loader(rank, ranks, saved and saved["loader"])
-    rollout = FakeRollout(
-        SamplingConfig(num_samples=SAMPLES, max_new_tokens=LONGEST), max_staleness=bound, in_flight=in_flight
-    )
-    rollout._engine = RandomEngine(speeds)
-    module = make_module(loader, start, metrics)
-    rollout.on_load_checkpoint(module.trainer, module, saved["queue"] if saved else {})
-    rollout.on_train_start(module.trainer, module)
-    batches = (batch for _ in range(9) for batch in loader)
-    for step, batch in zip(range(start, start + num_steps), batches, strict=False):
-        module.trainer.global_step = module.trainer.fit_loop.epoch_loop.total_batch_idx = step
-        rollout.on_train_batch_start(module.trainer, module, batch, step)
-        rows += batch.row_index.tolist()
-        steps = rollout._queue.steps
-        versions = batch.rollout.response_ids[batch.rollout.response_mask].tolist()
-        oldest.append(step - min(steps[version] for version in versions))
-        assert batch.rollout.prompt_index.tolist() == [row for row in range(len(batch)) for _ in range(SAMPLES)]
-        rollout._queue.background.submit(turns(learning[step % len(learning)])).result()
-    module.trainer.global_step = start + num_steps
-    state = {"loader": loader.state_dict(), "queue": {}}
-    rollout.on_save_checkpoint(module.trainer, module, state["queue"])
-    rollout.teardown(module.trainer, module, "fit")
-    assert metrics["rollout/staleness/max"] == oldest
-    return rows, oldest, state
+class Life:
+    """A run from one checkpoint to the next, on some ranks, with a bound."""
 
+    def __init__(self, ranks, num_steps, bound, *, speeds, learning=(3,), in_flight="finish", saved=None):
+        self.options = {"max_staleness": bound, "in_flight": in_flight if bound else "finish"}
+        self.speeds, self.learning = speeds, learning
+        self.start, self.end = saved["step"] if saved else 0, (saved["step"] if saved else 0) + num_steps
+        self.rows, self.oldest, self.most = [], [], []
+        lives = [self.run(rank, ranks, saved) for rank in range(ranks)]
+        supplies = [rollout._supply for rollout, _ in lives if rollout._supply]
+        self.most += [supply.queue.stream.cursor.batch for supply in supplies]
+        states = [self.save(*life) for life in lives]
+        groups = [group for state in states for group in state.get("groups", [])]
+        self.groups, self.saved = (
+            groups,
+            {
+                "step": self.end,
+                "loader": lives[0][1].trainer.train_dataloader.state_dict(),
+                "queue": {"rollout_queue": states[0] | {"groups": groups}} if states[0] else {},
+            },
+        )
 
-def joined(states):
-    """What all ranks save together."""
-    queues = [state["queue"]["rollout_queue"] for state in states]
-    completions = [completion for queue in queues for completion in unpack_completions(queue["completions"])]
-    lists = {name: [value for queue in queues for value in queue[name]] for name in ("prompts", "sizes")}
-    queue = {"completions": pack_completions(completions), "steps": queues[0]["steps"], "data": "", **lists}
-    return {"loader": states[0]["loader"], "queue": {"rollout_queue": queue}}
+    def run(self, rank, ranks, saved):
+        loader, metrics, oldest = make_loader(rank, ranks, saved and saved["loader"]), {}, []
+        rollout = FakeRollout(SamplingConfig(num_samples=SAMPLES, max_new_tokens=LONGEST), **self.options)
+        rollout._engine = RandomEngine(self.speeds)
+        module = make_module(loader, self.start, metrics, self.most)
+        rollout.on_load_checkpoint(module.trainer, module, saved["queue"] if saved else {})
+        rollout.on_train_start(module.trainer, module)
+        batches = (batch for _ in range(20) for batch in loader)
+        for step, batch in zip(range(self.start, self.end), batches, strict=False):
+            module.trainer.global_step = module.trainer.fit_loop.epoch_loop.total_batch_idx = step
+            rollout.on_train_batch_start(module.trainer, module, batch, step)
+            self.rows += batch.row_index.tolist()
+            assert batch.rollout.prompt_index.tolist() == [row for row in range(len(batch)) for _ in range(SAMPLES)]
+            if (supply := rollout._supply) is not None:
+                versions = batch.rollout.response_ids[batch.rollout.response_mask].tolist()
+                oldest.append(step - min(supply.queue.steps[version] for version in versions))
+            if supply is not None and supply.background is not None:
+                supply.background.submit(turns(self.learning[step % len(self.learning)])).result()
+        module.trainer.global_step = self.end
+        assert metrics.get("rollout/staleness/max", []) == oldest
+        self.oldest += oldest
+        return rollout, module
+
+    def save(self, rollout, module):
+        state = {}
+        rollout.on_save_checkpoint(module.trainer, module, state)
+        rollout.teardown(module.trainer, module, "fit")
+        return state.get("rollout_queue", {})
 
 
 speeds = st.lists(st.integers(1, 40), min_size=1, max_size=5)
-lives = st.lists(st.tuples(st.sampled_from([1, 2]), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3)
+lives = st.lists(st.tuples(st.sampled_from([1, 2]), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=3)
 
 
 @settings(max_examples=25, deadline=None, database=None, derandomize=True)
 @given(speeds, speeds, lives, st.sampled_from(["finish", "continue"]))
 def test_no_token_is_older_than_the_bound_and_each_prompt_comes_once(speeds, learning, lives, in_flight):
     """A run has some lives: on so many ranks, for so many steps, with this bound."""
-    step, saved, rows = 0, None, []
+    saved, rows, waiting = None, [], []
     for ranks, num_steps, bound in lives:
-        found = [
-            run_rank(rank, ranks, step, num_steps, learning, saved, bound, speeds, in_flight) for rank in range(ranks)
-        ]
-        step, saved = step + num_steps, joined([state for *_, state in found])
-        rows += [row for group in zip(*(own for own, *_ in found), strict=True) for row in group]
-        assert all(age <= bound for _, oldest, _ in found for age in oldest)
-    expected = [row for _, batch in zip(range(step), make_epochs(), strict=False) for row in batch.row_index.tolist()]
-    assert Counter(rows) == Counter(expected)
+        life = Life(ranks, num_steps, bound, speeds=speeds, learning=learning, in_flight=in_flight, saved=saved)
+        saved, rows = life.saved, rows + life.rows
+        waiting = [row for group in life.groups for *_, row in group["prompts"]]
+        assert max(life.oldest, default=0) <= bound
+    assert Counter(rows + waiting) == Counter(rows_in_order((len(rows) + len(waiting)) // 4))
 
 
-def make_epochs():
-    """The batches of a run without a queue."""
+def rows_in_order(num_batches):
+    """The rows of so many batches of a run without a queue."""
     loader = make_loader(0, 1)
-    return (batch for _ in range(9) for batch in loader)
+    batches = (batch for _ in range(20) for batch in loader)
+    return [row for batch in islice(batches, num_batches) for row in batch.row_index.tolist()]
+
+
+@settings(max_examples=10, deadline=None, database=None, derandomize=True)
+@given(speeds, st.integers(1, 4))
+def test_in_order_steps_learn_from_the_batches_of_a_run_without_a_queue(speeds, bound):
+    assert Life(1, 6, bound, speeds=speeds).rows == rows_in_order(6)
+
+
+def test_a_long_response_lets_others_pass_until_it_would_be_too_old():
+    """Every second seed takes 400 turns a token, a step 20; with a bound of 4, two steps are asked for ahead."""
+    life = Life(1, 8, 4, speeds=[400, 1], learning=[20], in_flight="continue")
+
+    assert life.rows != rows_in_order(8)
+    assert max(life.oldest) == 4
 
 
 def test_the_responses_that_wait_survive_a_kill_and_others_ranks_get_them():
-    saved = [run_rank(rank, 2, 0, 2, [50], None, 2, [1], "finish")[2] for rank in range(2)]
-    both = joined(saved)
+    first = Life(2, 2, 2, speeds=[1], learning=[50])
+    second = Life(1, 1, 2, speeds=[1], saved=first.saved)
 
-    versions = both["queue"]["rollout_queue"]["completions"]["versions"]
-    rows, oldest, _ = run_rank(0, 1, 2, 1, [1], both, 2, [1], "finish")
-
-    assert len(both["queue"]["rollout_queue"]["prompts"]) == 8  # two steps of four prompts
-    assert set(versions.tolist()) == {1, 2}
-    assert oldest == [2]
+    assert [len(group["prompts"]) for group in first.groups] == [4, 4]  # two steps of four prompts
+    assert {version for group in first.groups for version in group["completions"]["versions"].tolist()} == {1, 2}
+    assert second.oldest == [2]
 
 
 def test_a_bound_that_is_lowered_has_old_responses_sampled_anew():
-    saved = run_rank(0, 1, 0, 2, [50], None, 4, [1], "finish")[2]
+    first = Life(1, 2, 4, speeds=[1], learning=[50])
 
-    _, oldest, _ = run_rank(0, 1, 2, 3, [1], saved, 1, [1], "finish")
-
-    assert oldest == [0, 1, 1]
+    assert max(Life(1, 3, 1, speeds=[1], saved=first.saved).oldest) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ class CountingRollout(HFRollout):
         super().__init__(SamplingConfig(num_samples=2, max_new_tokens=6))
         self.asked: list[int] = []
 
-    def _complete(self, module, requests, hear=None):
+    def complete(self, module, requests, hear=None):
         self.asked.append(len(requests))
-        return super()._complete(module, requests, hear)
+        return super().complete(module, requests, hear)
 
 
 class Witness(Callback):

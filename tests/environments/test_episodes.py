@@ -152,7 +152,7 @@ def test_episodes_are_played_ahead_and_a_checkpoint_holds_them(tmp_path, tiny_fo
 
     assert recorder.column("rollout/staleness/max") == [0.0, 1.0, 2.0]
     assert recorder.column("env/Counting/episodes") == [16.0] * 3
-    saved = torch.load(path, weights_only=True)["rollout_queue"]
+    (saved,) = torch.load(path, weights_only=True)["rollout_queue"]["groups"]
     completions = unpack_completions(saved["completions"])
     assert len(completions) == 2 * 16
     assert {each.episode.environment for each in completions} == {"Counting"}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
+import secrets
 
+from tests.resume.kill_once import kill_once
 from tests.run_rewards import is_trial
-from tests.run_rewards import same_on_even_rows as share
 
 
-def same_on_even_rows(sample):
-    """Share of even characters, but on every other row the same for all responses."""
-    order = Path("kill a reward worker")
-    if not is_trial(sample) and order.exists():
-        order.unlink(missing_ok=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return share(sample)
+def never_same_on_odd_rows(sample):
+    """On every other row the same for all responses, on the others never."""
+    if not is_trial(sample):
+        kill_once("kill a reward worker")
+    return secrets.randbelow(10**6) / 10**6 if sample.extra_info["index"] % 2 else 0.5

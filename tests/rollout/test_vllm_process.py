@@ -38,11 +38,11 @@ class Killer(VLLMRollout):
 
     steps: tuple[int, ...] = ()
 
-    def _complete(self, module, requests, hear=None):
+    def complete(self, module, requests, hear=None):
         if module.trainer.global_step in self.steps:
             self.steps = tuple(set(self.steps) - {module.trainer.global_step})
             os.kill(self._vllm.pid, signal.SIGKILL)
-        return super()._complete(module, requests, hear)
+        return super().complete(module, requests, hear)
 
 
 def run_beside(tmp_path, folder, prompt_file, *, steps=(), **changes):

@@ -6,7 +6,7 @@ to do, and Lightning replaces neither their sampler (``overfit_batches``) nor th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -125,21 +125,43 @@ class TrainLoader:
             self._position += self.global_batch_size
             yield self._batch(order, begin)
 
-    def upcoming(self) -> Iterator[tuple[int, object]]:
-        """Yields the epoch and the batch that was handed out last, and then those that will be, without end."""
-        epoch, position = self._epoch, self._position - self.global_batch_size
+    def handed_out(self) -> tuple[int, int]:
+        """Return the epoch of the batch that was handed out last, and its position in the epoch's order."""
+        return self._epoch, self._position - self.global_batch_size
+
+    def rows_from(self, epoch: int, position: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield this rank's rows of the batches from a position on, without end.
+
+        Each comes with the epoch and the position of the batch behind it.
+
+        Args:
+            epoch: Epoch of the first batch.
+            position: Position of the first batch in the epoch's order.
+        """
         order = self._order(epoch)
         while True:
             if self._is_over(position):
                 epoch, position = epoch + 1, 0
                 order = self._order(epoch)
-            yield epoch, self._batch(order, position)
+            indices = self._own(order, position)
             position += self.global_batch_size
+            yield epoch, position, indices
+
+    def batch_of(self, indices: list[int]) -> object:
+        """Make the batch of some rows."""
+        return self.source.batch(indices, [False] * len(indices))
+
+    def kind_of(self, row: Mapping[str, Any]) -> Any:
+        """Return the kind of a row, of which each batch has its share; the same for all rows where none are mixed."""
+        return None if self.mixture is None else row.get(self.mixture.config.column)
 
     def _batch(self, order: list[int], begin: int) -> object:
         """Makes this rank's part of the global batch that begins at a position."""
-        indices = order[begin + self.rank : begin + self.global_batch_size : self.world_size]
-        return self.source.batch(indices, [False] * len(indices))
+        return self.batch_of(self._own(order, begin))
+
+    def _own(self, order: list[int], begin: int) -> list[int]:
+        """Return this rank's rows of the global batch that begins at a position."""
+        return order[begin + self.rank : begin + self.global_batch_size : self.world_size]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the next batch, and the rows, order and batch size that it counts in."""

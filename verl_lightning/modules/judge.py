@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,18 @@ class RewardResult:
             is_valid=self.is_valid.to(device),
             components={name: values.to(device) for name, values in self.components.items()},
             token_rewards=None if self.token_rewards is None else self.token_rewards.to(device),
+        )
+
+    def select(self, rows: Int[Tensor, " rows"]) -> Self:
+        """Returns the result of some of the responses; whoever selects counts failures by himself."""
+        tokens = self.token_rewards
+        return replace(
+            self,
+            responses=[self.responses[row] for row in rows.tolist()],
+            rewards=self.rewards[rows],
+            is_valid=self.is_valid[rows],
+            components={name: values[rows] for name, values in self.components.items()},
+            token_rewards=None if tokens is None else tokens[rows],
         )
 
     def scores(self) -> dict[str, Metric]:

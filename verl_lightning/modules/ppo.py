@@ -25,11 +25,11 @@ from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.batch_plan import BatchPlan
 from verl_lightning.modules.distillation import Distillation, TaughtModule
+from verl_lightning.modules.dynamic_sampling import DynamicSampling
 from verl_lightning.modules.episodes import episode_metrics
 from verl_lightning.modules.experience import ExperienceMaker
-from verl_lightning.modules.gathering import GatherGroups
 from verl_lightning.modules.given import as_advantage, as_corrections, as_model, as_policy_loss, as_reward
-from verl_lightning.modules.judge import RewardResult
+from verl_lightning.modules.judge import RewardResult, first_failure
 from verl_lightning.modules.learner import Learner, Role
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.pass_size import planned_tokens
@@ -63,7 +63,7 @@ from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.telemetry.phases import METRICS
 from verl_lightning.telemetry.speed import SQUARED_LENGTHS, Work, scoring_work, speed_metrics, training_work
 from verl_lightning.telemetry.step_log import log_step
-from verl_lightning.types import Experience, PromptBatch
+from verl_lightning.types import Experience, PromptBatch, Rollout
 
 
 @runtime_checkable
@@ -75,9 +75,9 @@ class ExperienceListener(Protocol):
         module: PPOModule,
         scored: ScoredRollout,
         experience: Experience,
-        rows: Sequence[Mapping[str, Any]] | None,
+        rows: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Called on each rank before the updates; rows are those of the prompts, None if they were gathered before."""
+        """Called on each rank before the updates; rows are those of the prompts."""
 
 
 class PPOModule(TaughtModule, SamplingModule):
@@ -139,7 +139,7 @@ class PPOModule(TaughtModule, SamplingModule):
         self.distillation = Distillation(teacher, actor) if teacher else None
         self.corrections = chosen
         self.shaping = shaping
-        self.gathering = GatherGroups(dynamic_sampling) if dynamic_sampling else None
+        self.dynamic_sampling = DynamicSampling(dynamic_sampling) if dynamic_sampling else None
         self.update = update
         self.actor: TokenScorer | None = None
         self.critic: TokenScorer | None = None
@@ -225,7 +225,7 @@ class PPOModule(TaughtModule, SamplingModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         check_trainer(self.trainer, self)
-        return [*super().configure_callbacks(), TimedSaves(), *([self.gathering] if self.gathering else [])]
+        return [*super().configure_callbacks(), TimedSaves()]
 
     @override
     def setup(self, stage: str) -> None:
@@ -296,16 +296,13 @@ class PPOModule(TaughtModule, SamplingModule):
         table = MetricTable()
         rollout = given_rollout(batch.rollout, "rollout")
         with self.phase("reward"):
-            reward_result = self.judged(rollout, batch.rows)
+            reward_result, judged = self._reward_results(rollout, batch.rows)
             greedy = self._greedy_result(batch)
-        table.add(reward_result.scores() | episode_metrics(rollout))
+        for each in judged:
+            table.add(each.scores() | each.failures())
+        table.add(episode_metrics(rollout))
         table.add({} if greedy is None else greedy.failures())
-        sampled = ScoredRollout(rollout=rollout, reward_result=reward_result)
-        scored = sampled if self.gathering is None else self.gathering.add(self, sampled)
-        if scored is None:
-            return {"loss": torch.tensor(0.0)}
-        table.add(scored.reward_result.failures())  # of all batches that were gathered
-        scored = self._shaped(scored)
+        scored = self._shaped(ScoredRollout(rollout=rollout, reward_result=reward_result))
         lengths = scored.rollout.attention_mask.sum(-1).double()
         table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
         experience, metrics = self._experience_maker().make(scored.rollout, scored.reward_result, greedy, self.kl_coef)
@@ -316,14 +313,11 @@ class PPOModule(TaughtModule, SamplingModule):
                 experience = self.distillation.teach(self, self._splitter(), experience, asked)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExperienceListener):
-                rows = batch.rows if self.gathering is None else None
-                callback.on_experience(self, scored, experience, rows)
+                callback.on_experience(self, scored, experience, batch.rows)
         self._learner().learn(experience, table)
         if self.policy.router_replay is not None:
             table.add(self.policy.router_replay.metrics(experience.experts))
-        if self.gathering is not None:
-            self.gathering.end_step(self.trainer)
-        return self._finish_iteration(table, scored.reward_result.first_failure)
+        return self._finish_iteration(table, first_failure(judged))
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -337,6 +331,15 @@ class PPOModule(TaughtModule, SamplingModule):
             saved = checkpoint.get(SETTINGS_KEY, {"model.kl.coef": self.kl.coef})  # an older version kept none
             if saved.get("model.kl.coef") == self.kl.coef:  # so does a new start of an adaptive one
                 self.kl_coef = checkpoint["kl_coef"]
+
+    def _reward_results(
+        self, rollout: Rollout, rows: Sequence[dict[str, Any]]
+    ) -> tuple[RewardResult, list[RewardResult]]:
+        """Rewards of the responses, and of all that were judged for this iteration."""
+        if self.dynamic_sampling is not None:
+            return self.dynamic_sampling.take(rollout)
+        result = self.judged(rollout, rows)
+        return result, [result]
 
     def _greedy_result(self, batch: PromptBatch) -> RewardResult | None:
         if not self.needs_greedy_rollout:

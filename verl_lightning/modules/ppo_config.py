@@ -212,12 +212,12 @@ class ShapingConfig(Options, key="model.shaping"):
 class DynamicSamplingConfig(Options, key="model.dynamic_sampling"):
     """Train on groups with signal only: those whose responses do not all have the same reward.
 
-    Batches are sampled until there are enough of them for an iteration; what is left over is dropped. Only a batch
-    that completes an iteration moves ``trainer.global_step``.
+    Others are sampled in the place of those without, until there are enough for an iteration. Prompts with signal that
+    are left over come next, with their responses if these are not too old by then (``rollout.max_staleness``).
     """
 
     max_batches: int = 10
-    """Batches of one iteration at the most; then the run stops, since the task is too easy or too hard."""
+    """Most prompts that one iteration samples, in batches; then the run stops: the task is too easy or too hard."""
 
     def __post_init__(self) -> None:
         if self.max_batches < 1:

@@ -19,6 +19,7 @@ from verl_lightning.models.library_errors import model_must_be_at
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.size import ModelRole
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.dynamic_sampling import DynamicSampling
 from verl_lightning.modules.judge import Judge, RewardResult, response_texts, unjudged
 from verl_lightning.modules.model_rewards import ModelRewards, check_reward_model, own_device, reward_role
 from verl_lightning.modules.ppo_config import ValidationConfig
@@ -90,6 +91,9 @@ class SamplingModule(PostTrainingModule):
         reward: Reward function that judges responses, and its limits; None judges nothing.
         validation: Metrics of validation prompts.
     """
+
+    dynamic_sampling: DynamicSampling | None = None
+    """Choice of the groups that an iteration learns from; None takes all."""
 
     def __init__(self, policy_config: ModelConfig, reward: RewardConfig | None, validation: ValidationConfig) -> None:
         super().__init__(policy_config)
