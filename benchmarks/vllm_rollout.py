@@ -175,7 +175,7 @@ class Meter(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self.rollout._alone(pl_module):
+        with self.rollout.alone(pl_module):
             self._measure_sync(pl_module)
         if self.rollout.placement is None:
             self._measure_engine(self.batch)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from verl_lightning.callbacks.canary import Canary
+from verl_lightning.callbacks.engine_callback import EngineCallback
 from verl_lightning.callbacks.placement import Placement
-from verl_lightning.callbacks.replacements import Replacements, sum_over_ranks
+from verl_lightning.callbacks.replacements import sum_over_ranks
 from verl_lightning.callbacks.rollout_checks import (
     check_adapters,
     check_age,
     check_order,
     check_staleness,
-    sends_adapters,
 )
 from verl_lightning.callbacks.rollout_queue import InFlight
 from verl_lightning.callbacks.rollout_requests import batch_requests, batch_rollout, join_parts, own_part
@@ -34,11 +30,9 @@ from verl_lightning.faults import RunError
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.background import Background
-from verl_lightning.rollout.base import Completion, Engine, Request, SamplingConfig
+from verl_lightning.rollout.base import Completion, Request, SamplingConfig
 from verl_lightning.rollout.completions import Listener, answer, version_message, wait_for
-from verl_lightning.rollout.stepping import SteppingEngine
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.rollout.weight_sums import difference_message, weight_sums
 from verl_lightning.types import PromptBatch, Rollout
 
 T = TypeVar("T")
@@ -47,7 +41,7 @@ JUDGED = ("train", "validate", "test")
 """Purposes of responses that the module judges next."""
 
 
-class RolloutCallback(Callback):
+class RolloutCallback(EngineCallback):
     """Sets ``batch.rollout`` of each prompt batch and touches nothing else.
 
     When advantages compare with greedy responses, it sets those too, as ``batch.greedy_rollout``.
@@ -96,6 +90,7 @@ class RolloutCallback(Callback):
         if turns is not None and environment is not None:
             raise ValueError("`rollout.turns` and `rollout.environment` both name an environment. Leave out `turns`.")
         check_age(max_staleness, in_flight)
+        super().__init__(placement, canary_limit)
         self.environment = environment
         self.episodes = episodes
         self._environments = Environments(environment) if environment is not None else turns
@@ -103,17 +98,8 @@ class RolloutCallback(Callback):
         self.sampling = sampling
         self.val_sampling = val_sampling
         self.turns = turns
-        if canary_limit is not None and canary_limit <= 0:
-            raise ValueError(f"`rollout.canary_limit` must be above 0 nats per token, got {canary_limit}.")
         self.max_staleness = max_staleness
         self.in_flight = in_flight
-        self.placement = placement
-        self._canary: Canary | None = Canary(canary_limit)
-        self._replacements: Replacements | None = None
-        self._engine: Engine | None = None
-        self._has_started = False
-        self._weights_step = -1  # `global_step` of the weights in the engine; -1 before the first
-        self._weights_version = 0
         self._supply: GroupSupply | None = None  # where prompts are not answered batch by batch
         self._saved: dict[str, Any] = {}  # what a checkpoint holds of it, until training starts
 
@@ -122,13 +108,6 @@ class RolloutCallback(Callback):
         if self._environments is not None:
             return "episodes in environments read text alone so far. Take `rollout.environment` or `rollout.turns` out."
         return None
-
-    takes_adapters = False
-    """True if the engine takes adapters beside its weights; see `sync_weights`."""
-
-    @abstractmethod
-    def make_engine(self, module: PostTrainingModule) -> Engine:
-        """Make an engine for the module's policy, without starting it."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,10 +120,7 @@ class RolloutCallback(Callback):
         check_adapters(pl_module, type(self).__name__, are_taken=are_taken, in_flight=self.in_flight)
         if self.max_staleness and stage == "fit":
             check_staleness(pl_module, self.max_staleness)
-        self._weights_step = -1
-        if self._canary is not None:
-            self._canary.forget()
-        self._engine, self._has_started = self._place(pl_module), False
+        self.place_engine(pl_module)
         self._runner = None if self._environments is None else self._make_runner(pl_module, self._environments)
 
     def _make_runner(self, module: SamplingModule, environments: Environments | TurnsConfig) -> EpisodeRunner:
@@ -162,29 +138,6 @@ class RolloutCallback(Callback):
         )
         runner.check()
         return runner
-
-    def _place(self, module: PostTrainingModule) -> Engine:
-        """Make an engine at its place."""
-        engine, placement = self.make_engine(module), self.placement
-        if placement is None:
-            return engine
-        if not isinstance(engine, SteppingEngine):
-            kind = type(engine).__name__
-            raise MisconfigurationException(f"`rollout.placement` can't place a `{kind}`. Leave it out.")
-        placed = placement.place(engine, module)
-        if placement.max_restarts is not None:
-            self._replacements = Replacements(
-                placement.max_restarts,
-                replace=lambda module: self._replace(placed, module),
-                sync_weights=self._send_weights,
-            )
-        return placed
-
-    def _replace(self, engine: Engine, module: PostTrainingModule) -> None:
-        """Start this rank's engine anew, unless it lives."""
-        engine.start(module.device)
-        if self._supply is not None:
-            self._supply.queue.has_new_engine = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -290,69 +243,44 @@ class RolloutCallback(Callback):
                 self.placement.abandon(self._engine)
             self._supply.stop()
             self._supply = None
-        if self._engine is not None:
-            self._engine.stop()
-            self._engine = None
+        self.stop_engine()
         if self._runner is not None:
             self._runner.stop()
             self._runner = None
 
-    def _make_ready(self, trainer: Trainer) -> None:
-        """Start the engine unless it runs. Collective.
-
-        Not in ``setup``: after that hook, Lightning frees the workspaces of cuBLAS on the device, into which the CUDA
-        graphs of an engine in this process would go on writing.
-        """
-        if not self._has_started:
-            module = cast(PostTrainingModule, trainer.lightning_module)
-            self.attempt(module, lambda: self.start_engine(trainer.strategy.root_device))
-            self._has_started = True
-
-    def start_engine(self, device: torch.device) -> None:
-        """Start the engine, on a device that the strategy has set up. Collective."""
-        assert self._engine is not None
-        self._engine.start(device)
-
-    def sync_weights(self, module: PostTrainingModule) -> None:
-        """Send the engine the policy as it is now, adapters merged in. Collective."""
-        assert self._engine is not None
-        self._engine.load_weights(self._weights(module), self._weights_version)
-
-    def ready_to_answer(self, module: PostTrainingModule) -> Callable[[Request], Awaitable[Completion]]:
-        """Send the running engine the policy as it is now; returns what asks it for one response. Collective."""
-        assert self._engine is not None
-        self._attempt(module, lambda: self._send_weights(module))
-        return self._engine.generate
-
-    def _send_weights(self, module: PostTrainingModule) -> None:
-        """Send the engine a new version of the weights, under responses that are on their way too. Collective."""
-        self._weights_version += 1
-        if self._supply is not None:
-            self._supply.queue.begin_version(self._weights_version, module.trainer.global_step)
-        with self._alone(module):
-            self.sync_weights(module)
-
-    @contextmanager
-    def _alone(self, module: PostTrainingModule) -> Iterator[None]:
-        """Have the engine to oneself: nothing is asked or sampled meanwhile, by no other process either. Collective."""
-        with (
-            nullcontext() if (background := self._background) is None else background.paused(),
-            nullcontext() if self.placement is None else self.placement.alone(module.trainer),
-        ):
-            yield
-
     @property
-    def _background(self) -> Background | None:
-        """Thread that has the engine as long as training lasts, where it samples while the policy learns."""
+    @override
+    def background(self) -> Background | None:
         return None if self._supply is None else self._supply.background
 
-    def _weights(self, module: PostTrainingModule) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights that the engine is sent. Collective."""
-        return module.contract.named_weights(module.policy, self.weights_type(module))
+    @override
+    def begin_version(self, module: PostTrainingModule) -> None:
+        if self._supply is not None:
+            self._supply.queue.begin_version(self._weights_version, module.trainer.global_step)
 
-    def weights_type(self, module: PostTrainingModule) -> torch.dtype | None:
-        """Return the type of the weights that the engine is sent; None where it takes them as they are."""
-        return None
+    @override
+    def begin_anew(self) -> None:
+        if self._supply is not None:
+            self._supply.queue.has_new_engine = True
+
+    def _is_idle(self, module: PostTrainingModule) -> bool:
+        """Tell whether no rank waits for responses, behind which a canary would have to wait. Collective."""
+        if self.in_flight == "finish" or self._supply is None:
+            return True
+        return sum_over_ranks(module, int(self._supply.queue.is_busy)) == 0
+
+    @override
+    def check_canary(self, module: PostTrainingModule, batch: PromptBatch, canary: Canary) -> None:
+        engine = self._engine
+        assert engine is not None
+        if not self._is_idle(module):
+            return
+        with module.phase("canary"):
+            requests = canary.requests(module.trainer, batch, self.sampling)
+            rollout = self._answer(module, requests, requests[0].sampling)
+            with self.alone(module):
+                self.attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
+            canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
 
     def _sample(self, module: SamplingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str) -> Rollout:
         """Sample responses to a batch from the newest policy; each is judged while others are sampled. Collective."""
@@ -362,7 +290,7 @@ class RolloutCallback(Callback):
         turn = trainer.fit_loop.epoch_loop.total_batch_idx if trainer.training else 0
         requests = self.requests_of(module, batch, sampling, purpose, turn)
         # Reward workers are this thread's, and episodes may end as several responses or none.
-        is_judged_early = purpose in JUDGED and self._runner is None and self._background is None
+        is_judged_early = purpose in JUDGED and self._runner is None and self.background is None
         judge = functools.partial(module.begin_judging, batch, sampling.num_samples) if is_judged_early else None
         with module.phase("gen"):
             return self._answer(module, requests, sampling, judge)
@@ -379,10 +307,6 @@ class RolloutCallback(Callback):
         completions = self.attempt(module, lambda: self.complete(module, part, begin and begin()))
         return batch_rollout(module, requests, join_parts(completions, module.contract), sampling)
 
-    def attempt(self, module: PostTrainingModule, work: Callable[[], T]) -> T:
-        """Do some work of the engine and return its result; where engines may die, it is done anew. Collective."""
-        return work() if self._replacements is None else self._replacements.attempt(module, work)
-
     def complete(
         self, module: PostTrainingModule, requests: Sequence[Request], hear: Listener | None = None
     ) -> list[Completion]:
@@ -393,7 +317,7 @@ class RolloutCallback(Callback):
                 fail.
         """
         version, work = self._weights_version, self.ask(requests, hear)
-        completions = wait_for(work) if self._background is None else self._background.submit(work).result()
+        completions = wait_for(work) if self.background is None else self.background.submit(work).result()
         sampled = [each for each in completions if each.is_own is None or any(each.is_own)]
         if others := {each.weights_version for each in sampled} - {version}:
             raise RunError(version_message(others.pop(), version))
@@ -412,54 +336,6 @@ class RolloutCallback(Callback):
         if self._runner is not None and episodes:
             return await self._runner.play(self._engine.generate, episodes)
         return await answer(self._engine.generate, requests, hear)
-
-    def _sync(self, module: PostTrainingModule, batch: PromptBatch) -> None:
-        """Bring the engine to the newest policy. Collective."""
-        if self._weights_step != module.trainer.global_step:
-            with module.phase("update_weights"):
-                self.attempt(module, lambda: self._send_weights(module))
-            self._weights_step = module.trainer.global_step
-            if self._canary is not None and self._is_idle(module):
-                with module.phase("canary"):
-                    self._check_canary(module, batch, self._canary)
-
-    def _is_idle(self, module: PostTrainingModule) -> bool:
-        """Tell whether no rank waits for responses, behind which a canary would have to wait. Collective."""
-        if self.in_flight == "finish" or self._supply is None:
-            return True
-        return sum_over_ranks(module, int(self._supply.queue.is_busy)) == 0
-
-    def _check_canary(self, module: PostTrainingModule, batch: PromptBatch, canary: Canary) -> None:
-        """Compare the engine's and the trainer's log-probs of the engine's own responses. Collective."""
-        engine = self._engine
-        assert engine is not None
-        requests = canary.requests(module.trainer, batch, self.sampling)
-        rollout = self._answer(module, requests, requests[0].sampling)
-        with self._alone(module):
-            self.attempt(module, engine.drop_caches)  # others must find the cache as if there were no canary
-        canary.check(module, rollout, self.engine_dtype(module), lambda: self._difference(module, engine))
-
-    def _difference(self, module: PostTrainingModule, engine: Engine) -> str:
-        """Say which weights of the engine are not those that it was sent. Collective."""
-        if sends_adapters(module):
-            return "Adapters alone were sent, whose sums the engine does not tell."
-        dtype = self.weights_type(module)
-        sent = weight_sums((name, weight.to(dtype or weight.dtype)) for name, weight in self._weights(module))
-        return difference_message(sent, engine.weight_sums())
-
-    def engine_dtype(self, module: PostTrainingModule) -> str:
-        """Name the type in which trainer and engine compute: of ``trainer.precision``, else that of the weights."""
-        name = (module.trainer.precision or "").partition("-")[0]
-        return {"bf16": "bfloat16", "16": "float16"}.get(name, module.policy_config.dtype)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._canary is None else {"canary": self._canary.state()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._canary is not None and "canary" in state_dict:  # else the run that saved had none
-            self._canary.restore(state_dict["canary"])
 
     def requests_of(
         self, module: PostTrainingModule, batch: PromptBatch, sampling: SamplingConfig, purpose: str, turn: int

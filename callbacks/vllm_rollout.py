@@ -29,8 +29,9 @@ from verl_lightning.rollout.base import Completion, Request, SamplingConfig, wit
 from verl_lightning.rollout.completions import Listener
 from verl_lightning.rollout.process import ProcessEngine
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.rollout.vllm import VLLMEngine, check_vllm, gather_requests
+from verl_lightning.rollout.vllm import VLLMEngine, gather_requests
 from verl_lightning.rollout.vllm_config import LogProbsMode, SpeculationConfig, VLLMConfig
+from verl_lightning.rollout.vllm_launch import check_vllm
 from verl_lightning.rollout.vllm_sampling import check_speculation
 from verl_lightning.telemetry.memory_plan import EngineMemory
 from verl_lightning.types import PromptBatch

@@ -22,6 +22,7 @@ from verl_lightning.models.digests import DamagedFileError
 from verl_lightning.models.pretrained import ForeignCodeError, read_config, read_generation_config, read_tokenizer
 from verl_lightning.models.streaming import stream_scorer
 from verl_lightning.models.tokenizer import load_tokenizer
+from verl_lightning.rollout.vllm_launch import llm_options
 
 PRODUCT = ("verl_lightning", "strategies", "callbacks", "benchmarks", "examples")
 READERS = {"from_pretrained", "from_config", "from_hf_pretrained", "LLM"}
@@ -72,7 +73,7 @@ READS: dict[str, Callable[[Path], Any]] = {
     "critic": lambda folder: build_scorer(make_model_config(folder), "value", trainable=True),
     "skeleton": lambda folder: build_skeleton(make_model_config(folder), "policy", trainable=False),
     "stream": lambda folder: list(stream_scorer(make_model_config(folder), "policy", trainable=True)),
-    "vllm": lambda folder: make_vllm_engine(folder)._llm_options(),
+    "vllm": lambda folder: llm_options(make_vllm_engine(folder).config, torch.device("cpu")),
 }
 
 

@@ -13,7 +13,7 @@ from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.models.hf_folder import atomic_folder, write_model, write_value_head
 from verl_lightning.models.weights import merged_weights, value_head_weights
-from verl_lightning.rollout.vllm import CPU_CACHE_BYTES, import_vllm
+from verl_lightning.rollout.vllm_launch import CPU_CACHE_BYTES, import_vllm
 
 pytestmark = [pytest.mark.backend, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 QUESTIONS = ["sort 4231", "sort 1", "3 and 12"]

@@ -16,8 +16,8 @@ from verl_lightning.callbacks.placement import Beside, RayActors, check_visible,
 from verl_lightning.callbacks.vllm_rollout import log_probs_mode
 from verl_lightning.rollout.base import Guide, SamplingConfig
 from verl_lightning.rollout.turns import Environment, TurnsConfig
-from verl_lightning.rollout.vllm import launcher
 from verl_lightning.rollout.vllm_config import SpeculationConfig
+from verl_lightning.rollout.vllm_launch import launcher
 
 
 class Silence(Environment):

@@ -16,6 +16,7 @@ from verl_lightning.models.build import build_scorer
 from verl_lightning.models.config import ModelConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.vllm_config import SpeculationConfig
+from verl_lightning.rollout.vllm_launch import llm_options
 
 SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=32)
 
@@ -55,10 +56,9 @@ def test_summing_in_float32_brings_engine_and_trainer_closer(folder, monkeypatch
 
 
 def test_an_engine_is_told_so_unless_a_draft_model_reads_the_stream(folder):
-    told = [
-        make_vllm_engine(folder, speculation=speculation)._llm_options()["additional_config"]
-        for speculation in (None, SpeculationConfig(), SpeculationConfig(method="eagle3", path="head"))
-    ]
+    ways = None, SpeculationConfig(), SpeculationConfig(method="eagle3", path="head")
+    engines = [make_vllm_engine(folder, speculation=speculation) for speculation in ways]
+    told = [llm_options(engine.config, torch.device("cpu"))["additional_config"] for engine in engines]
     assert told == [compat.RESIDUAL_OPTIONS, compat.RESIDUAL_OPTIONS, {}]
 
 
@@ -66,4 +66,4 @@ def test_models_that_were_not_read_keep_their_stream(tmp_path):
     Qwen2Config().save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"model_type": "qwen2"', '"model_type": "phi3"'))
-    assert make_vllm_engine(tmp_path)._llm_options()["additional_config"] == {}
+    assert llm_options(make_vllm_engine(tmp_path).config, torch.device("cpu"))["additional_config"] == {}

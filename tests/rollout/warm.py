@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from verl_lightning.rollout.vllm import import_vllm
+from verl_lightning.rollout.vllm_launch import import_vllm
 
 if importlib.util.find_spec("vllm") is not None:
     import_vllm()

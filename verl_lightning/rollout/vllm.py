@@ -16,11 +16,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
@@ -28,18 +27,15 @@ from verl_lightning.compat import vllm as compat
 from verl_lightning.faults import RunError
 from verl_lightning.models.pretrained import read_config
 from verl_lightning.models.vision import has_tower
-from verl_lightning.needs import missing_vllm, no_vllm
 from verl_lightning.processes import loopback
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.stepping import Recipe, SteppingEngine, late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.vllm_images import check_written_out, vllm_prompt
+from verl_lightning.rollout.vllm_launch import import_vllm, llm_options
 from verl_lightning.rollout.vllm_sampling import check_guide, check_speculation, sampling_options
 from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
-
-CPU_CACHE_BYTES = 2**30
-"""Size of the key-value cache on a CPU; on a GPU, vLLM fills its share of the memory."""
 
 STEPS = 16
 """Most steps of vLLM between two looks at who else wants something of the engine."""
@@ -112,7 +108,9 @@ class VLLMEngine(SteppingEngine):
             loopback.use_for("GLOO")
             os.environ.setdefault("VLLM_HOST_IP", loopback.ADDRESS)
         with isolate_rng(), compat.thread_setter_kept():
-            self._llm = vllm.LLM(model=self.config.path, trust_remote_code=False, **self._llm_options())
+            self._llm = vllm.LLM(
+                model=self.config.path, trust_remote_code=False, **llm_options(self.config, self._device)
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the policy's weights, wake up if asleep, and drop what was cached from the old ones.
@@ -330,53 +328,10 @@ class VLLMEngine(SteppingEngine):
             raise RuntimeError("`start` the engine before using it.")
         return self._llm
 
-    def _llm_options(self) -> dict[str, Any]:
-        """Return the arguments of ``vllm.LLM``."""
-        is_cuda = self._device.type == "cuda"
-        memory = (
-            {"gpu_memory_utilization": self.config.gpu_memory_utilization, "enable_sleep_mode": True}
-            if is_cuda
-            else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
-        )
-        sources = memory | self._weights_options()
-        model_type = read_config(self.config.path).model_type
-        return sources | {
-            "dtype": self.config.dtype,
-            # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
-            "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
-            "additional_config": {} if self._has_draft_model else compat.residual_options(model_type),
-            "max_model_len": self.config.max_model_len,
-            "enforce_eager": self.config.enforce_eager,
-            "logprobs_mode": self.config.log_probs_mode,
-            "distributed_executor_backend": launcher(self._device),
-            "tensor_parallel_size": self.config.tensor_parallel_size,
-            "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
-            "skip_tokenizer_init": not (self.config.makes_text or self._reads_images),
-            "enable_prefix_caching": True,
-            "speculative_config": None if self.config.speculation is None else self.config.speculation.vllm_options(),
-        }
-
     @functools.cached_property
     def _reads_images(self) -> bool:
         """True if the policy is one that images can be asked of."""
         return has_tower(read_config(self.config.path))
-
-    @property
-    def _has_draft_model(self) -> bool:
-        """True if another model guesses tokens; it may read the policy's residual stream, in the engine's type."""
-        return self.config.speculation is not None and self.config.speculation.method != "ngram"
-
-    def _weights_options(self) -> dict[str, Any]:
-        """Return the arguments of ``vllm.LLM`` that say where weights come from."""
-        if self.config.lora_rank is None:
-            transfer = {} if self.config.transfer == "host" else {"backend": self.config.transfer}
-            return {"load_format": "dummy", "weight_transfer_config": transfer or None}
-        ranks = [rank for rank in compat.LORA_RANKS if rank >= self.config.lora_rank]
-        if not ranks:
-            raise ValueError(
-                f"vLLM takes adapters of rank {compat.LORA_RANKS[-1]} at the most, got {self.config.lora_rank}."
-            )
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0]}
 
     def _check_length(self, prompt: int, response: int) -> None:
         limit = self._running.llm_engine.model_config.max_model_len
@@ -402,44 +357,3 @@ def gather_requests(own: Sequence[Request]) -> tuple[list[Request], slice]:
     dist.all_gather_object(parts, own, group=group.cpu_group)
     before = sum(len(part) for part in parts[: group.rank_in_group])
     return [request for part in parts for request in part], slice(before, before + len(own))
-
-
-def import_vllm() -> Any:
-    """Import the package, told to run its engine in this process.
-
-    Raises:
-        MisconfigurationException: If the package can't be imported.
-    """
-    try:
-        return compat.import_in_process()
-    except ImportError as error:
-        raise MisconfigurationException(no_vllm(str(error))) from error
-
-
-def check_vllm() -> None:
-    """See that the package is there, without the time that its import takes.
-
-    Raises:
-        MisconfigurationException: If the package is not installed.
-    """
-    if (complaint := missing_vllm()) is not None:
-        raise MisconfigurationException(complaint)
-
-
-def launcher(device: torch.device) -> Literal["external_launcher"] | None:
-    """Choose the way vLLM finds its device: by itself when alone, by the trainer's process group otherwise.
-
-    Raises:
-        MisconfigurationException: If the only process trains on another GPU than the first, where vLLM can't follow.
-    """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # What `torchrun` sets and Lightning's own launchers don't.
-        os.environ.setdefault("RANK", str(dist.get_rank()))
-        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-        return "external_launcher"
-    if device.type == "cuda" and device.index:
-        raise MisconfigurationException(
-            f"`VLLMRollout` in a single process runs on the first visible GPU, but the trainer uses {device}."
-            f" Set `CUDA_VISIBLE_DEVICES={device.index}` and `trainer.devices: 1`."
-        )
-    return None
