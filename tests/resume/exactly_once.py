@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -34,6 +33,7 @@ from verl_lightning.modules.ppo_config import CriticConfig, DynamicSamplingConfi
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.strategies import FSDPStrategy
+from verl_lightning.strategies.checkpoints import read_checkpoint
 
 REWARDS = Path(__file__).with_name("kill_rewards_once.py")
 NUM_STEPS, NUM_ROWS, BOUND = 6, 24, 2
@@ -135,7 +135,7 @@ def learnt_rows(folder: Path) -> list[list[int]]:
 
 def check_once(algorithm: str, folder: Path, run: Path) -> dict[str, int]:
     """What was learnt from and what waits is all that was taken from the data; counts it."""
-    saved = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["rollout_queue"]
+    saved = read_checkpoint(run / "checkpoints/last.ckpt", weights_only=True)["rollout_queue"]
     order = [row for epoch in json.loads((folder / "order.json").read_text()) for row in epoch]
     taken = Counter(order[: 4 * saved["cursor"][0]])
     learnt = Counter(row for rows in learnt_rows(folder) for row in rows)

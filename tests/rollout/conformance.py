@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ from verl_lightning.rollout.process import EngineDiedError
 
 ENDS = list(range(5, 102, 4))
 SAMPLING = SamplingConfig(num_samples=4, max_new_tokens=8)
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its memory back."""
+
+    def sleep(self) -> None:
+        """Gives it back until weights are loaded next."""
 
 
 @dataclass
@@ -168,6 +177,19 @@ async def turns(number: int) -> None:
 def changed_weights(bench: Bench) -> list[tuple[str, torch.Tensor]]:
     """Other weights of the same shapes."""
     return [(name, weight + 0.02 * torch.ones_like(weight).cumsum(-1).sin()) for name, weight in bench.weights]
+
+
+def check_an_engine_that_slept_answers_as_before(bench: Bench) -> None:
+    """Once it has its weights again; engines with memory of their own need no sleep."""
+    requests = make_requests(*make_prompts(), dataclasses.replace(SAMPLING, num_samples=1))
+    before = wait_for(answer(bench.engine.generate, requests))
+
+    if isinstance(bench.engine, Sleeper):
+        bench.engine.sleep()
+        bench.engine.load_weights(bench.weights, 1)
+
+    after = wait_for(answer(bench.engine.generate, requests))
+    assert [each.token_ids for each in after] == [each.token_ids for each in before]
 
 
 def check_a_killed_engine_is_replaced_in_the_middle_of_64_requests(bench: Bench) -> None:
