@@ -128,6 +128,12 @@ def test_light_modules_import_no_torch(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_reward_worker_waits_for_no_event_loop():
+    """Importing `asyncio` takes as long as all the rest; functions that are ``async`` need it."""
+    code = "import sys, verl_lightning.rewards.worker; sys.exit('asyncio' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_reading_a_configuration_loads_no_optional_package():
     """Whoever does not use Weights & Biases, Ray or vLLM does not wait for them."""
     code = (

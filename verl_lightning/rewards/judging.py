@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +69,9 @@ class Judges:
             samples: Samples of a unit.
             outcomes: What `judge` returned for them.
         """
-        return list(await asyncio.gather(*map(self._complete, self._parts, [samples] * len(outcomes), outcomes)))
+        from asyncio import gather  # late: importing it takes as long as all else that a worker needs
+
+        return list(await gather(*map(self._complete, self._parts, [samples] * len(outcomes), outcomes)))
 
     def total(self, outcomes: Sequence[Sequence[Outcome]]) -> list[Outcome]:
         """Returns one outcome for each sample from those of the functions."""
@@ -81,8 +82,10 @@ class Judges:
     async def _complete(self, part: Part, samples: Sequence[RewardSample], known: list[Outcome]) -> list[Outcome]:
         if not part.function.is_async:
             return known
+        from asyncio import gather
+
         calls = [_judge_async(part.function, call, self._timeout) for call in _calls(part, samples)]
-        return [outcome for outcomes in await asyncio.gather(*calls) for outcome in outcomes]
+        return [outcome for outcomes in await gather(*calls) for outcome in outcomes]
 
 
 def weighted_sum(parts: Sequence[Part], outcomes: Sequence[Outcome]) -> Outcome:
@@ -137,9 +140,11 @@ def _judge(function: BoundReward, samples: Sequence[RewardSample]) -> list[Outco
 
 
 async def _judge_async(function: BoundReward, samples: Sequence[RewardSample], timeout: float) -> list[Outcome]:
+    from asyncio import timeout as time_limit
+
     seconds = timeout * len(samples)
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with time_limit(seconds) as limit:
             returned = await function.judge_async(samples)
     except BaseException as error:  # as above
         return [{"timeout": seconds} if limit.expired() else failure(error)] * len(samples)

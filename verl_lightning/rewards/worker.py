@@ -7,7 +7,6 @@ line after another; the others wait together in an event loop beside it.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import os
@@ -17,13 +16,16 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.environment import resolve_references
 from verl_lightning.rewards.judging import Judges, Outcome, Part, traceback_text
 from verl_lightning.rewards.loading import load_reward_function
 from verl_lightning.rewards.wire import add_tag, decode_samples, encode_line, split_tag
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _LOWEST_FD = 200  # of the pipes: user code that closes all files it might have got opens its own below
 
@@ -46,11 +48,15 @@ def main() -> None:
         if loop is None:
             pipes.answer(tag, judges.total(outcomes))
         else:
-            asyncio.run_coroutine_threadsafe(finish(judges, samples, outcomes, pipes, tag), loop)
+            from asyncio import run_coroutine_threadsafe
+
+            run_coroutine_threadsafe(finish(judges, samples, outcomes, pipes, tag), loop)
 
 
-def start_loop() -> asyncio.AbstractEventLoop:
+def start_loop() -> AbstractEventLoop:
     """Starts an event loop that ends with the process; one for all calls, so that they can share a connection."""
+    import asyncio  # late: importing it takes as long as all the rest, and few workers need it
+
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
