@@ -69,7 +69,7 @@ class Process:
         self._output = output
         # As bytes: torch would send a tensor as a file that this process must keep open.
         arguments = (pickle.dumps(call), folder, output, dict(environment))
-        self._process = _CONTEXT.Process(target=_main, args=arguments)
+        self._process = _CONTEXT.Process(target=live, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid
         _unfinished.add(self)
@@ -236,7 +236,7 @@ def _save_result(folder: Path, filters: Sequence[Any], function: Callable[..., A
         dist.destroy_process_group()
 
 
-def _main(call: bytes, folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+def live(call: bytes, folder: Path, output: Path, environment: Mapping[str, str]) -> None:
     """The life of a process, from the fork to what Python does at its end."""
     gc.freeze()  # what was imported stays: no collection of garbage need look through it
     os.setsid()

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.ray.warm_workers import warm_workers
+
 SIZE = {"num_cpus": 5, "num_gpus": 0, "object_store_memory": 200 * 2**20}
 """Of a node."""
 
 
 @pytest.fixture(scope="session")
-def cluster_address() -> Iterator[str]:
+def cluster_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a cluster of two nodes with five CPUs each, as Ray counts them; both on this machine."""
-    cluster = start_cluster()
-    yield cluster.address
-    cluster.shutdown()
+    with warm_workers(str(tmp_path_factory.mktemp("ray"))) as options:
+        cluster = start_cluster(**options)
+        yield cluster.address
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def joined_cluster(cluster_address: str) -> Iterator[None]:
     ray.shutdown()
 
 
-def start_cluster(attempts: int = 3, *, head_cpus: int = 5) -> Any:
+def start_cluster(attempts: int = 3, *, head_cpus: int = 5, **options: str) -> Any:
     """Starts it, again if the machine is so busy that Ray's own 30 seconds do not do."""
     from ray.cluster_utils import Cluster
 
@@ -39,12 +42,12 @@ def start_cluster(attempts: int = 3, *, head_cpus: int = 5) -> Any:
     head = {"include_dashboard": False, "_system_config": system}
     cluster = Cluster()
     try:
-        cluster.add_node(**SIZE | {"num_cpus": head_cpus}, **head)
-        cluster.add_node(**SIZE, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
+        cluster.add_node(**SIZE | {"num_cpus": head_cpus}, **head, **options)
+        cluster.add_node(**SIZE, **options, node_ip_address="127.0.0.2")  # else Ray Train takes both for one
         cluster.wait_for_nodes()
     except Exception:
         cluster.shutdown()
         if attempts == 1:
             raise
-        return start_cluster(attempts - 1, head_cpus=head_cpus)
+        return start_cluster(attempts - 1, head_cpus=head_cpus, **options)
     return cluster
