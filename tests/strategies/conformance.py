@@ -90,13 +90,13 @@ class Bench:
     """Of the trainer."""
 
     def fit(self, module: LightningModule, *callbacks: Callback, **options: Any) -> Results:
-        """Three steps: losses, norms, counts, the sampled responses and what became of the weights."""
+        """Two steps, the second from what the first has left: losses, norms, counts, responses and weights."""
         is_ppo = isinstance(module, PPOModule)
         recorder, weights, responses = Recorder(), WeightChange(), Responses()
         ours = [make_rollout(), responses] if is_ppo else []
         # As `verl-fit` does: Lightning refuses the name `fsdp` on CPUs, which is its FSDP1's.
         strategy = STRATEGIES[self.strategy](**self.options) if self.strategy in STRATEGIES else self.strategy
-        settings = {"strategy": strategy, "devices": self.devices} | self.settings | options
+        settings = {"strategy": strategy, "devices": self.devices, "max_steps": 2} | self.settings | options
         trainer = make_trainer(self.folder, *ours, recorder, weights, *callbacks, **settings)
         per_rank = 8 // self.replicas // trainer.accumulate_grad_batches
         data = make_prompts(self.folder / "prompts.jsonl") if is_ppo else self.chats(per_rank)
@@ -321,7 +321,7 @@ def infinite_gradient(bench: Bench) -> Results:
     """One rank's gradient explodes in the second iteration."""
     loss = ExplodingLoss()
     loss.module = module = bench.ppo(policy_loss=loss)
-    return bench.fit(module)
+    return bench.fit(module, max_steps=3)
 
 
 class GradientProbe(Callback):

@@ -29,7 +29,10 @@ SCENARIOS = [
     "infinite_gradient",
     "gradients_of_any_cut",
 ]
-FEWER = ["grpo_with_kl_and_entropy", "gae_with_own_critic", "gae_with_shared_trunk", "sft", "gradients_of_any_cut"]
+SHARED = [name for name in SCENARIOS if name not in ("sft", "one_rank_without_rewards", "nothing_to_train_on")]
+"""What ranks with the same data could do otherwise: whose rows have rewards is nothing to them."""
+
+FEWER = ["grpo_with_kl_and_entropy", "gae_with_own_critic", "sft_accumulated", "gradients_of_any_cut"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +55,11 @@ STAGES = {"pipeline_parallel_size": 2, "process_group_backend": "cpu:gloo"}
 LAYOUTS: dict[str, Layout] = {
     "data parallel, distributed optimizer": Layout(),
     "data parallel, plain optimizer": Layout(
-        options={"use_distributed_optimizer": False}, scenarios=[*FEWER, "sft_accumulated", "infinite_gradient"]
+        options={"use_distributed_optimizer": False}, scenarios=[*FEWER, "infinite_gradient"]
     ),
-    "tensor parallel": Layout(options={"tensor_parallel_size": 2}),
+    "tensor parallel": Layout(options={"tensor_parallel_size": 2}, scenarios=SHARED),
     "sequence parallel": Layout(options={"tensor_parallel_size": 2, "sequence_parallel": True}, scenarios=FEWER),
-    "pipeline parallel": Layout(options=STAGES),
+    "pipeline parallel": Layout(options=STAGES, scenarios=SHARED),
     "virtual pipeline": Layout(
         options={"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, kind="deep", scenarios=FEWER
     ),
