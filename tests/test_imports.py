@@ -128,9 +128,16 @@ def test_light_modules_import_no_torch(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_reward_worker_waits_for_no_event_loop():
-    """Importing `asyncio` takes as long as all the rest; functions that are ``async`` need it."""
-    code = "import sys, verl_lightning.rewards.worker; sys.exit('asyncio' in sys.modules)"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("verl_lightning.rewards.worker", {"asyncio"}),
+        ("verl_lightning.rollout.dispatcher", {"lightning", "transformers"}),
+    ],
+)
+def test_a_process_beside_the_trainer_imports_no_more_than_it_needs(module, heavy):
+    """A run starts many; `asyncio` is as much as all else in a reward worker, and ``async`` functions alone need it."""
+    code = f"import sys, {module}; sys.exit(bool({heavy} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

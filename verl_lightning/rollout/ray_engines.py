@@ -24,7 +24,8 @@ from verl_lightning.ray.actors import (
 )
 from verl_lightning.ray.cluster import Demand, connect_like
 from verl_lightning.rollout.base import Completion, Request
-from verl_lightning.rollout.dispatcher import Dispatcher, EngineActor
+from verl_lightning.rollout.dispatcher import Dispatcher
+from verl_lightning.rollout.engine_actor import EngineActor
 from verl_lightning.rollout.stepping import GRACE, SteppingEngine, late_message
 from verl_lightning.rollout.stored_weights import store_weights
 from verl_lightning.rollout.weight_sums import WeightSums
