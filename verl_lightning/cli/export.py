@@ -28,7 +28,7 @@ from verl_lightning.models.processor import image_processor
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.weights import base_weights, merged_weights, value_head_weights
-from verl_lightning.modules.base import BASES_KEY
+from verl_lightning.modules.checkpoint_contents import BASES_KEY
 from verl_lightning.strategies import checkpoints
 
 Role = Literal["actor", "critic"]

@@ -8,10 +8,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
@@ -31,89 +29,40 @@ from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.models.size import ModelRole
 from verl_lightning.models.tokenizer import load_tokenizer
 from verl_lightning.models.vision import PACKED
+from verl_lightning.modules.checkpoint_contents import check_description, describe, saved_models
 from verl_lightning.modules.doubtful import ask_about_rates, check_plan
 from verl_lightning.modules.generating import generate
-from verl_lightning.modules.interrupted_step import FinishInterruptedStep
-from verl_lightning.modules.lost_updates import WarnOfLostUpdates
 from verl_lightning.modules.monitors import check_monitors
-from verl_lightning.modules.preemption import Preemption, preemption_of
+from verl_lightning.modules.own_callbacks import check_callback, own_callbacks
+from verl_lightning.modules.preemption import preemption_of
 from verl_lightning.modules.resume_checks import (
-    CONFIGS_KEY,
     IDENTITIES_KEY,
     Identity,
-    check_config,
     check_identities,
-    config_text,
     reference_identity,
     references,
     saved_identities,
     tokenizer_identities,
 )
 from verl_lightning.modules.run_lock import lock_first
-from verl_lightning.modules.run_settings import SETTINGS_KEY, KeepPatience, tell_changes, training_settings
+from verl_lightning.modules.run_settings import SETTINGS_KEY, tell_changes, training_settings
 from verl_lightning.modules.schedules import make_schedule
-from verl_lightning.modules.weight_averaging import choose_weights, complete_averaging, drop_frozen_current
+from verl_lightning.modules.weight_averaging import choose_weights, drop_frozen_current
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.checkpoint_io import AtomicCheckpointIO
-from verl_lightning.telemetry.batch_phases import FORWARD_BACKWARD, OPTIMIZER, BatchPhases
-from verl_lightning.telemetry.memory_plan import ModelSizes, memory_plan
+from verl_lightning.telemetry.batch_phases import FORWARD_BACKWARD, OPTIMIZER
+from verl_lightning.telemetry.memory_plan import ModelSizes
 from verl_lightning.telemetry.phases import (
     SAVE_CHECKPOINT,
-    CheckpointClock,
     PhaseClock,
     PhaseEndListener,
     PhaseListener,
     span_metrics,
-    users_profiler,
 )
-from verl_lightning.telemetry.speed import Work, mfu_notice, training_work
+from verl_lightning.telemetry.speed import Work, training_work
 from verl_lightning.trainer_numbers import LEAST, SHARES, wrong_numbers
-
-OPTIMIZATION_KEY = "automatic_optimization"
-TASK_KEY = "task"
-SHAPES_KEY = "weight_shapes"
-BASES_KEY = "base_fingerprints"
-
-
-class _TeardownOnException(Callback):
-    """Has the module free what it holds when a run fails: Lightning calls ``teardown`` after good runs only."""
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        pl_module.teardown("")
-
-
-class _TimesCheckpoints(Callback):
-    """Makes writing a checkpoint a phase while a run lasts."""
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, PostTrainingModule)
-        trainer.profiler = CheckpointClock(pl_module, users_profiler(trainer))  # type: ignore[attr-defined]
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank_zero_info(mfu_notice(pl_module.device))
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        trainer.profiler = users_profiler(trainer)  # type: ignore[attr-defined]
-
-
-class _PrintsMemoryPlan(Callback):
-    """Shows what a run will need of each device, once, and warns where it does not fit."""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PostTrainingModule)
-        if not trainer.is_global_zero:
-            return
-        plan = memory_plan(pl_module)
-        pl_module.print_table(plan.table())
-        if (warning := plan.warning()) is not None:
-            rank_zero_warn(warning)
 
 
 class PostTrainingModule(LightningModule):
@@ -196,7 +145,7 @@ class PostTrainingModule(LightningModule):
     @cached_property
     def base_fingerprints(self) -> dict[str, str]:
         """Fingerprints of the frozen weights under each role's adapters; empty without adapters. Collective."""
-        models = self._models().items()
+        models = saved_models(self).items()
         return {name: model.base_fingerprint() for name, model in models if has_adapters(model.backbone)}
 
     @cached_property
@@ -363,12 +312,11 @@ class PostTrainingModule(LightningModule):
             self.check_callback(callback)
         check_monitors(callbacks, self)
         lock_first(self.trainer)
-        phases = [BatchPhases()] if self.automatic_optimization else []
-        averaging = complete_averaging(self.trainer, holds_whole_models=self.contract.holds_whole_models)
-        telling = _PrintsMemoryPlan(), WarnOfLostUpdates()
-        ending = [] if preemption_of(self.trainer) else [Preemption()]
-        always = _TimesCheckpoints(), *telling, _TeardownOnException(), FinishInterruptedStep(), KeepPatience()
-        return [*phases, *averaging, *always, *ending]
+        return own_callbacks(
+            self.trainer,
+            automatic_optimization=self.automatic_optimization,
+            holds_whole_models=self.contract.holds_whole_models,
+        )
 
     @override
     def setup(self, stage: str) -> None:
@@ -387,22 +335,7 @@ class PostTrainingModule(LightningModule):
         Raises:
             MisconfigurationException: With what to use instead.
         """
-        if isinstance(callback, StochasticWeightAveraging):
-            raise MisconfigurationException(
-                "`StochasticWeightAveraging` copies the module before its model is built, and would average nothing."
-                " Use Lightning's `EMAWeightAveraging`, or `WeightAveraging` with an averaging function of your own."
-            )
-        if isinstance(callback, BaseFinetuning | ModelPruning):
-            raise MisconfigurationException(
-                f"`{type(callback).__name__}` looks for layers in `setup`, before models are built and spread over"
-                " devices, and would find none. Train a part of a model with `model.actor.lora`, whose `target_modules`"
-                " and `modules_to_save` say which; prune the folder that `HFCheckpoint` writes."
-            )
-        if isinstance(callback, LearningRateFinder):
-            raise MisconfigurationException(
-                "`LearningRateFinder` sets one `lr` attribute, but each model here has its own `optim.lr`."
-                " Compare short runs with different `optim.lr` and `trainer.max_steps` instead."
-            )
+        check_callback(callback)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -429,54 +362,21 @@ class PostTrainingModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[OPTIMIZATION_KEY] = self.automatic_optimization
-        checkpoint[SHAPES_KEY] = self._weight_shapes()
-        checkpoint[BASES_KEY] = self.base_fingerprints
+        describe(self, checkpoint)
         checkpoint[IDENTITIES_KEY] = saved_identities(self.identities) | self._passed_on
-        checkpoint[CONFIGS_KEY] = {name: config_text(model.backbone.config) for name, model in self._models().items()}
-        checkpoint[SETTINGS_KEY] = self.told_settings()
         checkpoint["state_dict"] = without_frozen(self, checkpoint["state_dict"])
         drop_frozen_current(self, checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        theirs, ours = checkpoint.get(SHAPES_KEY), self._weight_shapes()
-        if theirs is None:
-            raise ValueError("`ckpt_path` is not a checkpoint of a verl_lightning module; give one that `fit` wrote.")
-        is_automatic = checkpoint.get(OPTIMIZATION_KEY, self.automatic_optimization)
-        task = checkpoint.get(TASK_KEY, "SFT" if is_automatic else "PPO")
-        if self.trainer.training and task != self.task:
-            raise ValueError(
-                f"`ckpt_path` is of {task}, with whose steps and optimizers a"
-                f" `{type(self).__name__}` can't go on. Start from its weights: give `model.actor.path` the folder"
-                " that its `HFCheckpoint` or `verl-export` wrote."
-            )
-        if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
-            name = wrong[0]
-            raise ValueError(
-                f"`ckpt_path` holds another model: weight `{name}` has shape {theirs.get(name, 'none')} there and"
-                f" {ours.get(name, 'none')} here ({len(wrong)} weights differ). Use the model settings of that run."
-            )
-        self._check_what_is_not_saved(checkpoint)
+        check_description(self, checkpoint)
+        saved = checkpoint.get(IDENTITIES_KEY, {})
+        check_identities(saved, self.identities)
         choose_weights(self, checkpoint)
+        self._passed_on = references(saved) if self.trainer.training else {}
         if self.trainer.training:
             tell_changes(checkpoint.get(SETTINGS_KEY, {}), self.told_settings())
         checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
-
-    def _check_what_is_not_saved(self, checkpoint: dict[str, Any]) -> None:
-        models, configs = self._models(), checkpoint.get(CONFIGS_KEY, {})
-        for role in self.roles:
-            if role.name in configs:
-                check_config(f"{role.key}.path", configs[role.name], config_text(models[role.name].backbone.config))
-            there, here = checkpoint.get(BASES_KEY, {}).get(role.name), self.base_fingerprints.get(role.name)
-            if there != here:
-                raise ValueError(
-                    f"`ckpt_path` holds adapters for another base than `{role.key}.path`: the frozen weights differ"
-                    f" (fingerprint {there} there, {here} here). Use the base model of that run."
-                )
-        saved = checkpoint.get(IDENTITIES_KEY, {})
-        check_identities(saved, self.identities)
-        self._passed_on = references(saved) if self.trainer.training else {}
 
     def optimizer_config(self, role: ModelRole) -> dict[str, Any]:
         """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<role>``."""
@@ -487,11 +387,3 @@ class PostTrainingModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "name": f"lr/{role.name}", "interval": "step"},
         }
-
-    def _weight_shapes(self) -> dict[str, list[int]]:
-        models = self._models().items()
-        return {f"{role}.{name}": shape for role, model in models for name, shape in model.weight_shapes().items()}
-
-    def _models(self) -> dict[str, TokenScorer]:
-        """Models whose weights a checkpoint holds, by role."""
-        return {name: child for name, child in self.named_children() if isinstance(child, TokenScorer)}

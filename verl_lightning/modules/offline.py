@@ -20,7 +20,8 @@ from verl_lightning.metrics import Metric, MetricTable, mean
 from verl_lightning.models.config import ModelConfig, check_no_rollout
 from verl_lightning.models.scorer import Head, TokenScorer
 from verl_lightning.models.size import ModelRole
-from verl_lightning.modules.base import TASK_KEY, PostTrainingModule
+from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.checkpoint_contents import TASK_KEY
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.strategies.base import with_gradient
 from verl_lightning.telemetry.step_log import log_step
