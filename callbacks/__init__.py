@@ -10,6 +10,7 @@ from verl_lightning.callbacks.placement import Beside, Placement, RayActors
 from verl_lightning.callbacks.profiler import ProfilerCallback, StepRange
 from verl_lightning.callbacks.progress import PhaseProgressBar
 from verl_lightning.callbacks.ray_rollout import RayRollout
+from verl_lightning.callbacks.response_metrics import ResponseMetrics
 from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.rollout import RolloutCallback
 from verl_lightning.callbacks.run_report import RunReport
@@ -32,6 +33,7 @@ __all__ = [
     "ProfilerCallback",
     "RayActors",
     "RayRollout",
+    "ResponseMetrics",
     "ResumeWandb",
     "RolloutCallback",
     "RunReport",

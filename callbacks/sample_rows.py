@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
+import torch
 
 from verl_lightning.callbacks.json_files import to_json
+from verl_lightning.episodes import Episode, PastTrajectory
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.pictures import thumbnail
-from verl_lightning.types import Episode, Rollout
+from verl_lightning.types import Experience, Rollout
 
 Row = dict[str, Any]
 """A row as JSON has it. Rows of conversations may have ``turns`` too, which the page shows one by one.
 
 A turn has a ``role`` and a ``text``, and may have ``is_trained`` (False for what others said), a ``reward``, the name
-of a ``tool``, and the ``seconds`` that it took.
+of a ``tool``, the ``seconds`` that it took, and the number of its ``trajectory`` where an episode has several. The
+tokens of such an episode are those of its last trajectory; ``past`` holds those of the others.
 """
 
 
@@ -51,7 +52,7 @@ def make_rows(
     step: int,
     count: int,
     limits: RowLimits,
-    advantages: Float[Tensor, " batch"] | None = None,
+    advantages: Sequence[float] | None = None,
 ) -> list[Row]:
     """Makes the rows of the first responses of a rollout.
 
@@ -80,9 +81,10 @@ def make_rows(
                 "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
                 "reward_parts": _parts(reward_result, index),
                 "is_truncated": is_truncated[index],
-                **({} if advantages is None else {"advantage": float(advantages[index])}),
+                **({} if advantages is None else {"advantage": advantages[index]}),
                 **({} if rollout.episodes is None else {"turns": turns_of(rollout.episodes[index], limits)}),
                 **_tokens(module, rollout, index, limits.max_tokens),
+                **_past_tokens(module, rollout, index, limits.max_tokens),
                 **_images(row),
             }
         )
@@ -98,22 +100,45 @@ def turns_of(episode: Episode, limits: RowLimits) -> list[Row]:
         episode: Walk through an environment.
         limits: Limits of what a row keeps.
     """
-    roles = [message["role"] for message in episode.messages]
-    given = roles.count("assistant") - len(episode.turn_ends)  # examples among the first messages
+    turns: list[Row] = []
+    trajectories: list[Episode | PastTrajectory] = [*episode.past, episode]
+    num_before = 0
+    for number, trajectory in enumerate(trajectories, 1):
+        seconds = episode.seconds[num_before:]
+        own = _turns_of_one(trajectory, seconds, limits)
+        turns += own if len(trajectories) == 1 else [{**turn, "trajectory": number} for turn in own]
+        num_before += len(trajectory.turn_ends)
+    return turns
+
+
+def _turns_of_one(trajectory: Episode | PastTrajectory, seconds: Sequence[float], limits: RowLimits) -> list[Row]:
+    """The messages of one trajectory."""
+    roles = [message["role"] for message in trajectory.messages]
+    given = roles.count("assistant") - len(trajectory.turn_ends)  # examples among the first messages
     turns: list[Row] = []
     number = -given  # of the policy's turns so far
-    for message in episode.messages:
+    for message in trajectory.messages:
         is_own = message["role"] == "assistant"
         turn: Row = {"role": message["role"], "text": limits.cut(_text(message)), "is_trained": is_own and number >= 0}
-        if is_own and 0 <= number < len(episode.rewards):
-            turn["reward"] = episode.rewards[number]
-        elif not is_own and turns and turns[-1]["is_trained"] and number < len(episode.seconds):
-            turn["seconds"] = episode.seconds[number]  # the first one is of the beginning
+        if is_own and 0 <= number < len(trajectory.rewards):
+            turn["reward"] = trajectory.rewards[number]
+        elif not is_own and turns and turns[-1]["is_trained"] and number < len(seconds):
+            turn["seconds"] = seconds[number]  # the first one is of the beginning
         if message.get("name"):
             turn["tool"] = message["name"]
         turns.append(turn)
         number += is_own
     return turns
+
+
+def mean_advantages(experience: Experience) -> list[float]:
+    """Mean advantage of the trained tokens of each response, in all trajectories of its episode."""
+    mask = experience.response_mask
+    rows = torch.stack([(experience.advantages * mask).sum(-1), mask.sum(-1)], dim=-1).tolist()
+    sums: dict[int, list[tuple[float, float]]] = {}
+    for owner, row in zip(experience.episode_index or range(len(rows)), rows, strict=True):
+        sums.setdefault(owner, []).append(row)
+    return [sum(total for total, _ in own) / max(1.0, sum(count for _, count in own)) for own in sums.values()]
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -136,11 +161,25 @@ def _tokens(module: PostTrainingModule, rollout: Rollout, index: int, max_tokens
         return {}
     width = rollout.response_mask.shape[1]
     length = min(int(rollout.attention_mask[index, -width:].sum()), max_tokens)
-    ids = rollout.response_ids[index, :length].tolist()
-    mask = rollout.response_mask[index, :length].tolist()
-    log_probs = [round(value, 4) for value in rollout.rollout_log_probs[index, :length].tolist()]
+    columns = (rollout.response_ids, rollout.response_mask, rollout.rollout_log_probs)
+    ids, mask, log_probs = (column[index, :length].tolist() for column in columns)
+    return _told_tokens(module, ids, mask, log_probs)
+
+
+def _past_tokens(module: PostTrainingModule, rollout: Rollout, index: int, max_tokens: int) -> Row:
+    """The tokens of an episode's trajectories but the last; nothing where it has one."""
+    past = rollout.episodes[index].past if rollout.episodes is not None and max_tokens else []
+    n = max_tokens
+    told = [_told_tokens(module, each.token_ids[:n], each.is_own[:n], each.log_probs[:n]) for each in past]
+    return {"past": told} if told else {}
+
+
+def _told_tokens(
+    module: PostTrainingModule, ids: Sequence[int], mask: Sequence[bool], log_probs: Sequence[float]
+) -> Row:
     texts = module.tokenizer.batch_decode([[token] for token in ids])
-    return {"tokens": texts, "token_ids": ids, "log_probs": log_probs} | ({} if all(mask) else {"is_trained": mask})
+    told = {"tokens": texts, "token_ids": list(ids), "log_probs": [round(value, 4) for value in log_probs]}
+    return told | ({} if all(mask) else {"is_trained": list(mask)})
 
 
 def _images(row: Mapping[str, Any]) -> Row:

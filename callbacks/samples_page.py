@@ -70,7 +70,8 @@ function token_view(row) {
 }
 function turn_view(turn) {
   const box = make("div", "turn"), is_own = turn.is_trained !== false;
-  const facts = [turn.tool, is_number(turn.reward) ? `reward ${show_number(turn.reward)}` : null,
+  const facts = [turn.trajectory ? `trajectory ${turn.trajectory}` : null, turn.tool,
+    is_number(turn.reward) ? `reward ${show_number(turn.reward)}` : null,
     is_number(turn.seconds) ? `${show_number(turn.seconds)} s` : null, is_own ? null : "not trained on"];
   box.append(make("b", "", turn.role), make("span", "quiet", " " + facts.filter(Boolean).join(", ")));
   box.append(make("div", is_own ? "text" : "text other", turn.text));
@@ -80,7 +81,7 @@ function details(row, width) {
   const line = make("tr"), cell = make("td", "more");
   cell.colSpan = width;
   (row.turns || []).forEach((turn) => cell.append(turn_view(turn)));
-  if (row.tokens) cell.append(token_view(row));
+  [...(row.past || []), row].filter((part) => part.tokens).forEach((part) => cell.append(token_view(part)));
   if (!cell.childNodes.length) cell.append(make("span", "quiet", "The tokens of this table are in its file only."));
   line.append(cell);
   return line;
@@ -133,7 +134,7 @@ show();
 </script></body></html>
 """
 
-TOKENS = {"tokens", "token_ids", "log_probs", "is_trained"}
+TOKENS = {"tokens", "token_ids", "log_probs", "is_trained", "past"}
 """Keys of what a row says of each token."""
 
 TABLES_WITH_TOKENS = 8

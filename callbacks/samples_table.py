@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from verl_lightning.callbacks.json_files import to_json, write_whole
 from verl_lightning.callbacks.run_phase import first_step
-from verl_lightning.callbacks.sample_rows import RowLimits, make_rows
+from verl_lightning.callbacks.sample_rows import RowLimits, make_rows, mean_advantages
 from verl_lightning.callbacks.samples_page import write_page
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.sampling import SamplingModule
@@ -138,8 +138,7 @@ class SamplesTable(Callback):
         step = module.trainer.global_step + 1
         if not self.train_every_n_steps or step % self.train_every_n_steps:
             return
-        mask, shown = experience.response_mask, first_step(module.trainer) + step
-        advantages = (experience.advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+        shown = first_step(module.trainer) + step
         table = make_rows(
             module,
             scored.rollout,
@@ -148,7 +147,7 @@ class SamplesTable(Callback):
             step=shown,
             count=self.num_rows,
             limits=self.limits,
-            advantages=advantages,
+            advantages=mean_advantages(experience),
         )
         self._write(module.trainer, f"train_step={shown}", "train/samples", TRAIN_COLUMNS, table)
 

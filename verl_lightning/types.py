@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from typing_extensions import override
 
+from verl_lightning.episodes import Episode
+
 
 class RowLength(NamedTuple):
     """Lengths of a row, in tokens."""
@@ -82,6 +84,9 @@ class TokenBatch:
 
     rows_per_example: int = 1
     """Rows, one after another, that a loss compares: micro-batches never part them."""
+
+    rows_vary: bool = False
+    """True if ranks may have different numbers of rows, as where episodes are several trajectories."""
 
     experts: Int[Tensor, "batch sequence layers chosen"] | None = None
     """Experts of a mixture that each token goes to again, -1 where its router chooses; None replays nothing."""
@@ -246,40 +251,6 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Episode:
-    """A walk through an environment, beside its tokens, in plain values."""
-
-    environment: str
-    """Name of the environment."""
-
-    messages: list[dict[str, Any]]
-    """All that was said, the first messages included."""
-
-    turn_ends: list[int]
-    """Number of response tokens at the end of each of the policy's turns."""
-
-    rewards: list[float]
-    """Reward of each of the policy's turns."""
-
-    metrics: dict[str, float]
-    """Numbers that the environment gave, each summed over the turns."""
-
-    seconds: list[float]
-    """Seconds that each call of the environment took: the beginning, each turn, the end."""
-
-    error: str = ""
-    """Reason for which it could not be finished; empty if it was."""
-
-    is_timeout: bool = False
-    """True if the environment was late."""
-
-    @property
-    def reward(self) -> float:
-        """Sum of the turns' rewards."""
-        return sum(self.rewards)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rollout(TokenBatch):
     """Sampled responses; ``num_samples`` rows in a row belong to one prompt."""
 
@@ -293,7 +264,8 @@ class Rollout(TokenBatch):
     """Row of the prompt batch that each response answers; equal for the samples of one group."""
 
     episodes: tuple[Episode, ...] | None = None
-    """Walk of each response through its environment; None for responses to nothing but a prompt."""
+    """Walk of each response through its environment, of which the row is the last trajectory; None for responses to
+    nothing but a prompt."""
 
     @override
     def select(self, rows: Int[Tensor, " rows"] | slice) -> Self:
@@ -400,3 +372,9 @@ class Experience(TokenBatch):
 
     returns: Float[Tensor, "batch response"] | None = None
     """Targets of the critic's values, in units of reward; None without a critic."""
+
+    episode_index: tuple[int, ...] | None = None
+    """Response of the rollout that each row is a trajectory of, in rising order; None in a part of an experience."""
+
+    episode_tokens: Int[Tensor, " batch"] | None = None
+    """Trained tokens of an optimizer step in all trajectories of each row's episode; None where each row is its own."""

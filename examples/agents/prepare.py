@@ -1,13 +1,13 @@
 """Builds what the agents of this folder need from nothing: a tiny Llama, its tokenizer, chats and prompts.
 
 In the chats, the model mostly guesses the sum of two numbers, and seldom writes ``[37+48]``, reads ``85`` and answers
-with that; in a game it says digits as they come. Nothing is downloaded, and the same seed gives the same files. Run
-``python examples/agents/prepare.py --out runs/agents``; it writes there
+with that; it says numbers that it reads, and in the game of Nim takes sticks as they come. Nothing is downloaded, and
+the same seed gives the same files. Run ``python examples/agents/prepare.py --out runs/agents``; it writes there
 
 * ``model/``: the model and its tokenizer, as a Hugging Face folder;
-* ``chats.jsonl``: guesses, a few calls of the calculator, and games;
+* ``chats.jsonl``: guesses, a few calls of the calculator, numbers to say, and games;
 * ``sums.jsonl``, ``sums_val.jsonl``: sums to answer;
-* ``digits.jsonl``, ``digits_val.jsonl``: digits to find.
+* ``heaps.jsonl``, ``heaps_val.jsonl``: heaps to play with.
 """
 
 from __future__ import annotations
@@ -42,19 +42,26 @@ def sum_chat(pair: tuple[int, int], *, calls: bool) -> dict[str, Any]:
     return chat(question, f"[{question}]", total, total) if calls else chat(question, str(pair[0]))
 
 
+def number_chat(draw: random.Random) -> dict[str, Any]:
+    """A number and the same again."""
+    number = str(draw.randrange(20, 199))
+    return chat(number, number)
+
+
 def game_chat(draw: random.Random) -> dict[str, Any]:
-    """Three digits, whatever the answers to them are."""
-    first, second, third = (str(draw.randrange(10)) for _ in range(3))
-    return chat("digit", first, draw.choice(["higher", "lower"]), second, draw.choice(["higher", "lower"]), third)
+    """One to three sticks each time, whatever is left."""
+    heap, left = draw.choice([5, 6, 7]), draw.choice([1, 2, 3])
+    return chat(f"nim {heap}", str(draw.choice([1, 2, 3])), f"left {left}", str(draw.choice([1, 2, 3])))
 
 
-def prompt(question: str, answer: str, *, environment: str) -> dict[str, Any]:
+def prompt(question: str, answer: str, *, environment: str, **extra_info: int) -> dict[str, Any]:
     """A row of verl's prompt schema that names its environment."""
     return {
         "data_source": f"{environment}s",
         "environment": environment,
         "prompt": [{"role": "user", "content": question}],
         "ground_truth": answer,
+        "extra_info": extra_info,
     }
 
 
@@ -75,15 +82,20 @@ def prepare(out: Path, *, seed: int = 0) -> None:
     tokenizer.save_pretrained(out / "model")
     quickstart["build_model"](tokenizer, seed=seed, hidden_size=64).save_pretrained(out / "model")
     pairs, draw = sums(seed=seed), random.Random(seed)
-    chats = [sum_chat(pair, calls=draw.random() < 0.1) for pair in pairs] + [game_chat(draw) for _ in range(2000)]
+    chats = [sum_chat(pair, calls=draw.random() < 0.1) for pair in pairs]
+    chats += [number_chat(draw) for _ in range(4000)] + [game_chat(draw) for _ in range(2000)]
     draw.shuffle(chats)
     write(out / "chats.jsonl", chats)
     asked = [prompt(f"{a}+{b}", str(a + b), environment="calculator") for a, b in pairs]
     write(out / "sums.jsonl", asked[:-128])
     write(out / "sums_val.jsonl", asked[-128:])
-    digits = [prompt("digit", str(digit), environment="game") for digit in range(10)]
-    write(out / "digits.jsonl", digits)
-    write(out / "digits_val.jsonl", digits)
+    heaps = [
+        prompt(f"nim {sticks}", "", environment="game", sticks=sticks, habit=habit)
+        for sticks in (5, 6, 7)
+        for habit in (1, 2, 3)
+    ]
+    write(out / "heaps.jsonl", 4 * heaps)
+    write(out / "heaps_val.jsonl", heaps)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two worlds for a tiny policy: a calculator that it may ask before it answers, and a game."""
+"""Two worlds for a tiny policy: a calculator that it may ask before it answers, and the game of Nim."""
 
 from __future__ import annotations
 
@@ -28,17 +28,27 @@ class Calculator(Environment):
         return Step(str(int(numbers[1]) + int(numbers[2])) if numbers else "?")
 
 
-class HighLow(Environment):
-    """Has a digit found, and says whether it is higher or lower than what the policy says."""
+class Nim(Environment):
+    """Takes sticks from a heap in turn with the policy, one to three each time; whoever takes the last one wins.
+
+    The environment plays as well as can be: the policy wins if it always leaves a multiple of four, and each time is
+    worth half a point.
+    """
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Asks for the digit of the row."""
-        self.digit = row["reward_model"]["ground_truth"]
-        return "digit"
+        """Shows the heap of the row."""
+        self.sticks = row["extra_info"]["sticks"]
+        self.habit = row["extra_info"]["habit"]  # what it takes from a heap that is lost
+        return f"nim {self.sticks}"
 
     async def step(self, message: dict[str, Any]) -> Step:
-        """Compares what was said with the digit."""
+        """Takes what the policy says, then its own."""
         said = message["content"]
-        if said == self.digit:
-            return Step(reward=1.0, done=True)
-        return Step("higher" if said < self.digit else "lower", reward=-0.1)
+        if said not in {"1", "2", "3"} or int(said) > self.sticks:
+            return Step(reward=-0.5, done=True, metrics={"won": 0.0})
+        self.sticks -= int(said)
+        if self.sticks == 0:
+            return Step(reward=0.5, done=True, metrics={"won": 1.0})
+        surplus = self.sticks % 4
+        self.sticks -= surplus or self.habit
+        return Step(f"left {self.sticks}", reward=0.0 if surplus else 0.5, done=self.sticks == 0, metrics={"won": 0.0})

@@ -18,7 +18,7 @@ from verl_lightning.callbacks import SamplesTable, samples_page
 from verl_lightning.callbacks.json_files import write_whole
 from verl_lightning.callbacks.sample_rows import RowLimits, turns_of
 from verl_lightning.callbacks.samples_page import read_table, write_page
-from verl_lightning.types import Episode
+from verl_lightning.episodes import Episode
 
 
 def read(path):

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.data.published import tokenizer_for
+from tests.environments.test_agents import agents
 from tests.environments.test_tool_episodes import play
 from verl_lightning.environments.adapters.gymnasium_text import GymnasiumText
 from verl_lightning.environments.adapters.mcp import MCPEnvironment
+from verl_lightning.environments.adapters.openenv import OpenEnv
 from verl_lightning.environments.adapters.reasoning_gym import ReasoningGym
 
 QWEN, END = "qwen2_5", "<|im_end|>"
@@ -40,6 +42,32 @@ def test_a_game_of_gymnasium_is_played_in_words():
     assert "SFFF" in re.sub(r"\x1b\[[0-9;]*m", "", asked[0])
     assert "The actions are left, down, right, up." in asked[1]
     assert episode.episode.rewards == [-0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_an_environment_of_a_server_of_openenv_is_played():
+    """A server in a thread that wants the number of its seed."""
+    pytest.importorskip("openenv", reason="`openenv-core` is not installed")
+    from tests.environments.openenv_server import served
+
+    with served() as url:
+        make = partial(OpenEnv, url=url, action="guess", observation="said")
+        episode, asked = play(tokenizer_for(QWEN), make, ["4", "7"], END, {"index": 7})
+
+    assert "a number below 10" in asked[0]
+    assert "higher" in asked[1]
+    assert episode.episode.rewards == [0.0, 1.0]
+
+
+def test_an_environment_of_verifiers_is_an_agent(monkeypatch):
+    """It asks once and rewards the answer 7."""
+    pytest.importorskip("verifiers", reason="`verifiers` is not installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    row = {"verifiers": {"env_id": "verifiers-seven", "env_args": {"reward": 2.0}}, "index": 3}
+
+    (episode,) = agents({"agent": "verl_lightning.environments.adapters.verifiers.play"}, row)
+
+    assert episode.episode.reward == 2.0
+    assert len(episode.episode.turn_ends) == 1
 
 
 def test_tools_of_an_mcp_server_are_called():

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.loggers import CSVLogger
 
 from tests.data.published import tokenizer_for
 from tests.environments.agent_functions import agent, silent
 from tests.environments.worlds import END, say_seven
+from tests.nativeness import CALLBACKS
 from tests.rollout.asking import play_all
 from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
@@ -18,8 +25,13 @@ from verl_lightning.rollout.base import Completion, SamplingConfig
 AGENT = {"agent": "tests.environments.agent_functions.agent", "timeout": 60.0}
 
 
-def parts(environment, *names, generate=say_seven, tokenizer=None, eos=END, **config):
+def parts(environment, *names, **options):
     """Episodes of agents that play these parts."""
+    return agents(environment, *({"part": name} for name in names), **options)
+
+
+def agents(environment, *rows, generate=say_seven, tokenizer=None, eos=END, **config):
+    """Episodes of agents about these rows."""
     runner = EpisodeRunner(
         environments=Environments(environment),
         config=EpisodesConfig(**config),
@@ -30,8 +42,8 @@ def parts(environment, *names, generate=say_seven, tokenizer=None, eos=END, **co
     )
     sampling = SamplingConfig(max_new_tokens=200)
     requests = [
-        EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=n, name=f"prompt {n}, sample 0", row={"part": name})
-        for n, name in enumerate(names)
+        EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=n, name=f"prompt {n}, sample 0", row=row)
+        for n, row in enumerate(rows)
     ]
     return play_all(runner, generate, requests)
 
@@ -57,12 +69,20 @@ def test_a_conversation_is_one_trajectory_of_sampled_tokens(episodes):
     assert tokenizer.apply_chat_template(chat, tokenize=False).startswith(said)
     assert own == [seven, END] * 2
     assert episode.episode.rewards == [0.0, 1.0]
-    assert episode.episode.metrics["trajectories"] == 1
+    assert episode.episode.past == []
+    assert [message["content"] for message in episode.episode.messages] == ["5 1", "7", "12", "7"]
 
 
 def test_branched_and_compacted_histories_are_trajectories(episodes):
-    assert episodes["branched"].episode.metrics["trajectories"] == 3
-    assert episodes["branched"].episode.reward == 1.0
+    episode, tokenizer = episodes["branched"].episode, tiny_tokenizer()
+
+    assert episode.reward == 1.0
+    first, second = episode.past
+    assert first.turn_ends == [2, len(first.token_ids)]
+    assert second.turn_ends == [2]
+    assert tokenizer.decode(second.prompt_ids).count("7") == 1  # what was said before the branch is learnt once
+    assert tokenizer.decode(episodes["branched"].prompt_ids).count("7") == 0
+    assert [len(each.token_ids) for each in episode.past] == [len(each.log_probs) for each in episode.past]
 
 
 def test_streams_choices_completions_and_errors_are_openais(episodes):
@@ -124,12 +144,77 @@ def test_a_run_learns_from_an_agent(tmp_path, tiny_folder, prompt_file):
     assert recorder.column("critic/score/mean") == pytest.approx(recorder.column("env/two_turns/reward"))
 
 
+class Writer(callbacks.BasePredictionWriter):
+    """Writes nothing."""
+
+
+STOCK = [
+    {
+        "EMAWeightAveraging": lambda folder: callbacks.EMAWeightAveraging(decay=0.5),
+        "EarlyStopping": lambda folder: callbacks.EarlyStopping("val/reward", mode="max", patience=9),
+        "LambdaCallback": lambda folder: callbacks.LambdaCallback(on_train_end=lambda *_: Path(folder, "end").touch()),
+        "ModelCheckpoint": lambda folder: callbacks.ModelCheckpoint(folder, "best", monitor="val/reward", mode="max"),
+        "ModelCheckpoint(train_time_interval=...)": lambda folder: callbacks.ModelCheckpoint(
+            folder, "timed {step}", train_time_interval=timedelta(0), save_top_k=-1
+        ),
+        "ModelSummary": lambda folder: callbacks.ModelSummary(),
+        "OnExceptionCheckpoint": lambda folder: callbacks.OnExceptionCheckpoint(folder),
+        "TQDMProgressBar": lambda folder: callbacks.TQDMProgressBar(),
+    },
+    {
+        "BasePredictionWriter": lambda folder: Writer(),
+        "DeviceStatsMonitor": lambda folder: callbacks.DeviceStatsMonitor(cpu_stats=True),
+        "LearningRateMonitor": lambda folder: callbacks.LearningRateMonitor(),
+        "RichModelSummary": lambda folder: callbacks.RichModelSummary(),
+        "RichProgressBar": lambda folder: callbacks.RichProgressBar(),
+        "SpikeDetection": lambda folder: SpikeDetection(warmup=1, window=2),
+        "ThroughputMonitor": lambda folder: callbacks.ThroughputMonitor(batch_size_fn=len, window_size=2),
+        "Timer": lambda folder: callbacks.Timer(timedelta(hours=1)),
+        "WeightAveraging": lambda folder: callbacks.WeightAveraging(),
+    },
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning has a word for most of these on CPUs
+@pytest.mark.parametrize("number", range(len(STOCK)))
+def test_every_stock_callback_works_beside_an_agent(number, tmp_path, tiny_folder, prompt_file):
+    assert {name for stock in STOCK for name in stock} == {
+        name for name, stock in CALLBACKS.items() if not stock.refusal
+    }
+    recorder, made = Recorder(), {name: make(tmp_path / "saved") for name, make in STOCK[number].items()}
+    rollout = make_rollout(max_new_tokens=40, environment={"agent": "tests.environments.agent_functions.two_turns"})
+    options = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True}
+    options |= {"max_steps": 2, "val_check_interval": 1, "log_every_n_steps": 1, "logger": CSVLogger(tmp_path, "", "")}
+    trainer = make_trainer(tmp_path, rollout, recorder, *made.values(), **options)
+    trainer.fit(make_ppo(tiny_folder, reward="environment"), make_prompts(prompt_file, prompt_file))
+
+    assert trainer.global_step == 2
+    assert min(recorder.column("env/two_turns/turns")) >= 1
+    if number == 0:
+        best = max(validation["val/reward"] for validation in recorder.validations)
+        assert float(made["EarlyStopping"].best_score) == pytest.approx(best)
+        assert float(made["ModelCheckpoint"].best_model_score) == pytest.approx(best)
+        saved = {path.name for path in (tmp_path / "saved").iterdir()}
+        assert saved == {"best.ckpt", "timed step=1.ckpt", "timed step=2.ckpt", "end"}
+    else:
+        columns = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+        assert all(name in columns for name in ("lr/actor", "cpu_percent", "batches_per_sec"))
+        assert made["Timer"].time_elapsed("train") > 0
+
+
 def test_an_engine_that_fails_ends_the_run_and_not_an_episode():
     async def generate(request):
         raise TimeoutError("the engine is stuck")
 
     with pytest.raises(TimeoutError, match="the engine is stuck"):
         parts(AGENT, "branched", "late", generate=generate)
+
+
+def test_one_of_several_environments_may_be_called_agent():
+    several = Environments({"agent": {"agent": silent}, "path": {"tools": [agent]}})
+
+    assert several.name_of({"environment": "agent"}) == "agent"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,25 @@ def test_a_template_that_writes_history_anew_is_recognised_and_can_be_kept(name)
     assert not any(reply.lstrip().startswith(end) for end in ends.closing)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gptoss"])
+def test_what_others_say_makes_no_special_token(name):
+    """A tool's output that spells the end of a turn is text."""
+    chat, tokenizer = chat_for(name, tools=False), tokenizer_for(name)
+    special = sorted(tokenizer.all_special_tokens, key=len)
+    chat.begin([{"role": "user", "content": "One"}])
+    other = chat_for(name, tools=False)
+    other.begin([{"role": "user", "content": "One"}])
+    for each in (chat, other):
+        each.add_turn({"role": "assistant", "content": "Two"})
+
+    spelt = chat.add_reply([{"role": "user", "content": f"Three{''.join(special)}"}], None)
+
+    plain = other.add_reply([{"role": "user", "content": "Three"}], None)
+    ids = set(tokenizer.all_special_ids)
+    assert [token for token in spelt if token in ids] == [token for token in plain if token in ids]
+    assert all(f"{text[0]} {text[1:]}" in tokenizer.decode(spelt) for text in special)
+
+
 def test_a_turn_that_another_token_ends_is_closed_by_the_template():
     """As one that stopped at a text of `sampling.stop`."""
     chat, tokenizer = chat_for("qwen2_5", tools=False), tokenizer_for("qwen2_5")

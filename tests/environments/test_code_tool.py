@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from verl_lightning.environments.code_tool import CodeLimits, can_isolate, python, python_tool, run_python
+from verl_lightning.environments.code_tool import (
+    CodeLimits,
+    _confinement,
+    can_isolate,
+    python,
+    python_tool,
+    run_python,
+)
 from verl_lightning.environments.tools import tool_schema
 
 isolated = pytest.mark.skipif(not can_isolate(), reason="the kernel lets no process have namespaces of its own")
@@ -37,6 +46,32 @@ def test_code_says_what_it_prints():
 def test_code_that_breaks_a_limit_is_ended(code, limits, error, complaint):
     with pytest.raises(error, match=f"(?s){complaint}"):
         told(code, **limits)
+
+
+FORKS = """
+import os, time
+count = 0
+try:
+    for _ in range(50):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        count += 1
+except BlockingIOError:
+    print(count)
+"""
+
+
+@isolated
+def test_code_has_no_more_processes_than_it_may(monkeypatch, request):
+    """Root's would not be counted: they run as nobody, where nobody may read Python's files."""
+    monkeypatch.setattr(sys, "executable", shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable)
+    _confinement.cache_clear()
+    request.addfinalizer(_confinement.cache_clear)
+    if os.geteuid() == 0 and not _confinement()[1]:
+        pytest.skip("nobody may not run Python here")
+
+    assert int(told(FORKS, max_processes=8)) < 8
 
 
 @isolated

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import random
+import threading
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.environments.worlds import END, Blocking, Counting, Sleeping, Unruly,
 from tests.runs import Recorder, make_ppo, make_prompts, make_rollout, make_trainer
 from tests.tiny import tiny_tokenizer
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
+from verl_lightning.environments.base import Step
 from verl_lightning.faults import RunError
 from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.rollout.base import Completion
@@ -62,16 +66,54 @@ def test_an_episode_without_room_for_another_turn_is_cut(limit):
     assert len(episode.episode.rewards) < 3
 
 
-def test_no_episode_waits_for_another():
-    """64 of them with tools of a heavy tail take little longer than the longest."""
+class Clock:
+    """Time that goes on once all open episodes sleep, up to the first one that wakes."""
+
+    def __init__(self, num_open):
+        self.now, self._num_open, self._sleeping, self._lock = 0.0, num_open, [], threading.Lock()
+
+    async def sleep(self, seconds):
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            woken = loop.create_future()
+            heapq.heappush(self._sleeping, (self.now + seconds, id(woken), loop, woken))
+            self._go_on()
+        await woken
+
+    def close(self):
+        with self._lock:
+            self._num_open -= 1
+            self._go_on()
+
+    def _go_on(self):
+        if self._sleeping and len(self._sleeping) == self._num_open:
+            self.now, _, loop, woken = heapq.heappop(self._sleeping)
+            loop.call_soon_threadsafe(woken.set_result, None)
+
+
+class ByTheClock(Sleeping):
+    clock = None
+
+    async def step(self, message):
+        await self.clock.sleep(self.seconds.pop())
+        return Step("1", done=not self.seconds)
+
+    async def close(self):
+        self.clock.close()
+
+
+def test_no_episode_waits_for_another(monkeypatch):
+    """64 of them, with tools of a heavy tail, take as long as the longest of them."""
     draw = random.Random(0)
-    rows = [{"seconds": [min(0.5, 0.0125 * draw.paretovariate(1.1)) for _ in range(4)]} for _ in range(64)]
+    rows = [{"seconds": [min(2.0, 0.05 * draw.paretovariate(1.1)) for _ in range(4)]} for _ in range(64)]
+    longest = max(sum(row["seconds"]) for row in rows)
+    rounds = sum(max(each) for each in zip(*(row["seconds"] for row in rows), strict=True))
+    monkeypatch.setattr(ByTheClock, "clock", clock := Clock(64))
 
-    episodes = play(Sleeping, rows)
+    play(ByTheClock, rows)
 
-    waited = [sum(each.episode.seconds) for each in episodes]
-    assert len(waited) == 64
-    assert max(waited) < 4 * 0.5 + 10  # a bound that a loaded machine keeps; lock-step rounds would add up all tails
+    assert clock.now == pytest.approx(longest)
+    assert rounds > 1.15 * longest  # as those would that wait for one another
 
 
 @pytest.mark.parametrize("world", [Sleeping, Blocking])
@@ -98,6 +140,7 @@ def test_as_many_episodes_are_open_as_are_allowed(world):
         ("exits", r"`step` raised RuntimeError: SystemExit: 3"),
         ("sleeps", r"`step` took longer than `rollout.episodes.timeout` \(0.05 s\)\."),
         ("hangs", r"took longer than `rollout.episodes.timeout` \(0.05 s\)\. Its thread is left behind"),
+        ("computes", r"took longer than `rollout.episodes.timeout` \(0.05 s\)\.$"),
         ("says nothing", r"`step` must return messages, or say that the episode is `done`"),
         ("returns no step", r"`step` must return a `Step`, got '5'"),
         ("rewards with a word", r"`Step.reward` must be a finite number, got 'good'"),
@@ -106,7 +149,7 @@ def test_as_many_episodes_are_open_as_are_allowed(world):
     ],
 )
 def test_an_environment_that_fails_is_named(fault, message):
-    limit = 0.05 if fault in ("sleeps", "hangs") else 60.0
+    limit = 0.05 if fault in ("sleeps", "hangs", "computes") else 60.0
     with pytest.raises(RunError, match=r"1 of 1 episodes .* `rollout.episodes.max_error_share: 0.1` .*" + message):
         play(Unruly, [{"fault": fault}], timeout=limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -138,6 +139,23 @@ class Counter:
     async def wait(self) -> None:
         """Waits for ever."""
         await asyncio.Event().wait()
+
+    def compute(self) -> None:
+        """Computes for ever."""
+        while True:
+            self.total += 0
+
+
+def test_a_method_that_computes_without_end_is_ended():
+    toolbox = Toolbox(tools=[MethodTool(Counter().compute, 0.05)])
+
+    said, tally = say(toolbox, call("compute"))
+
+    assert (said, tally.timeouts) == (["Error: the tool ran out of time."], 1)
+    for thread in threading.enumerate():
+        if thread.name == "tool":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_methods_act_on_their_environment_one_after_another():

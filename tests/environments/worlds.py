@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from tests.rollout.asking import play_all
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_tokenizer, write_tiny_folder
 from verl_lightning.environments.base import Environment, Step
 from verl_lightning.environments.config import Environments, EpisodesConfig
 from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
@@ -22,7 +22,7 @@ class Counting(Environment):
         self.turns, self.heard = turns, []
 
     async def reset(self, row):
-        self.row = row
+        self.row, self.turns = row, row.get("turns", self.turns)
         return "5 1"
 
     async def step(self, message):
@@ -51,6 +51,14 @@ class Blocking(Sleeping):
         return Step("1", done=not self.seconds)
 
 
+def compute():
+    while True:
+        pass
+
+
+ENDLESS = {"hangs": lambda: time.sleep(3), "computes": compute}
+
+
 class Unruly(Counting):
     """Does what its row says."""
 
@@ -64,8 +72,8 @@ class Unruly(Counting):
                 raise SystemExit(3)
             case "sleeps":
                 await asyncio.sleep(60)
-            case "hangs":
-                time.sleep(3)
+            case "hangs" | "computes" as fault:
+                ENDLESS[fault]()
             case "says nothing":
                 return Step()
             case "returns no step":
@@ -80,6 +88,20 @@ class Unruly(Counting):
 
 
 END = tiny_tokenizer().eos_token_id
+
+
+def counting_tokenizer():
+    """A tokenizer whose template begins with the number of messages, so that each message writes it anew."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    return tokenizer
+
+
+def write_counting_folder(path):
+    """The tiny model with `counting_tokenizer`."""
+    write_tiny_folder(path)
+    counting_tokenizer().save_pretrained(path)
+    return path
 
 
 async def say_seven(request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.environments.worlds import Counting
 from tests.processes import Process, run_verl_fit, start, start_ranks, wait_until
 from tests.resume.engine import make_supervised_rollout
 from tests.resume.kill_points import SIGNALS, Kill, Killer
 from tests.runs import make_model_config, make_ppo, make_prompts, make_trainer
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.callbacks import HFCheckpoint, HFRollout, SamplesTable
+from verl_lightning.environments.config import EpisodesConfig
 from verl_lightning.loggers import ResumableCSVLogger
 from verl_lightning.models.config import OptimConfig
 from verl_lightning.modules.last_checkpoint import last_checkpoint
@@ -28,6 +31,7 @@ from verl_lightning.strategies import DDPStrategy, FSDPStrategy
 
 REWARDS = Path(__file__).with_name("kill_rewards.py")
 NUM_STEPS = 6
+TIME = re.compile(rb'"seconds": *[-+.0-9e]+')
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "auto": lambda: "auto",
     "ddp": DDPStrategy,
@@ -81,7 +85,10 @@ class Campaign:
 
 
 def train(strategy: str, model: Path, prompts: Path, kill: Kill | None) -> None:
-    """PPO with all phases; an epoch has three steps. Goes on with what lies in the working directory."""
+    """PPO with all phases; an epoch has three steps. Goes on with what lies in the working directory.
+
+    Under fsdp it plays episodes, whose history the model's template may write anew.
+    """
     seed_everything(3, verbose=False)
     actor = make_model_config(model, optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=2))
     module = make_ppo(
@@ -93,9 +100,13 @@ def train(strategy: str, model: Path, prompts: Path, kill: Kill | None) -> None:
         reward=RewardConfig(function=f"{REWARDS}:even_share", num_workers=1),
     )
     sampling = SamplingConfig(num_samples=2, max_new_tokens=4)
+    world = {}
+    if strategy == "fsdp":
+        sampling = SamplingConfig(num_samples=2, max_new_tokens=24)
+        world = {"environment": Counting, "episodes": EpisodesConfig(history="split")}
     trainer = make_trainer(
         Path(),
-        make_supervised_rollout(sampling) if strategy == "auto" else HFRollout(sampling, sampling),
+        make_supervised_rollout(sampling) if strategy == "auto" else HFRollout(sampling, sampling, **world),
         ModelCheckpoint(save_top_k=0, save_last=True, every_n_train_steps=1),
         HFCheckpoint(monitor="val/reward", mode="max", save_top_k=2),
         SamplesTable(train_every_n_steps=1),
@@ -134,7 +145,7 @@ def at_work_in(folder: Path) -> list[int]:
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """What a run's folder holds, leftovers of kills too, but for checkpoints, and files in which times stand."""
+    """What a run's folder holds, leftovers of kills too, but for checkpoints, times, and files in which such stand."""
     timed = {"metrics.csv", "config.yaml", "report.html", "run.json"}
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file() and path.name not in timed}
-    return {name: path.read_bytes() for name, path in files.items() if ".ckpt" not in name}
+    return {name: TIME.sub(b"", path.read_bytes()) for name, path in files.items() if ".ckpt" not in name}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments.worlds import write_counting_folder
 from tests.processes import preload
 from tests.resume.campaign import Campaign, command, files_of, train
 from tests.resume.experiment import assert_same_state, read_metrics
@@ -99,8 +100,9 @@ def test_one_process_and_an_engine_beside_it(tmp_path, tiny_folder, prompts):
 
 @pytest.mark.parametrize(("strategy", "kills"), STRATEGIES.items(), ids=STRATEGIES)
 def test_two_ranks(tmp_path, tiny_folder, prompts, strategy, kills):
-    """In turn one of them dies; the other follows, as torchrun has it."""
-    runs = Campaign(folder=tmp_path, attempt=train, arguments=(strategy, tiny_folder, prompts), ranks=[2])
+    """In turn one of them dies; the other follows, as torchrun has it. Under fsdp within episodes."""
+    model = write_counting_folder(tmp_path / "model") if strategy == "fsdp" else tiny_folder
+    runs = Campaign(folder=tmp_path, attempt=train, arguments=(strategy, model, prompts), ranks=[2])
     assert_same_runs(runs.run("killed", kills), runs.run("whole"))
 
 

@@ -53,6 +53,19 @@ def keep_pythons_lock():
         ctypes.PyDLL(None).sleep(int(LONG))
 
 
+def freeze():
+    watchdog.LAST_SECONDS = 0.0
+    with watchdog.end_if_frozen(0.5):
+        ctypes.PyDLL(None).sleep(int(LONG))
+
+
+def test_code_that_stops_all_threads_is_shown_and_ended(tmp_path):
+    with start(freeze, folder=tmp_path) as process:
+        said = process.wait(code=1)
+
+    assert "in freeze" in said
+
+
 def test_a_stuck_step_of_the_engine_names_its_requests(tmp_path):
     with start(take_a_stuck_step, folder=tmp_path) as process:
         said = process.wait(code=watchdog.EXIT_CODE)

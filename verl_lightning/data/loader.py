@@ -106,8 +106,9 @@ class TrainLoader:
         self._epoch = 0
         self._position = 0
         self._resumes = False
+        self._found: tuple[Any, list[int]] = (None, [])
         if mixture is not None:
-            self._order(0)  # refuses shares that the rows don't fill
+            mixture.check_stages(self.global_batch_size)
 
     def __len__(self) -> int:
         """Number of batches of a whole epoch."""
@@ -119,11 +120,10 @@ class TrainLoader:
             self._epoch += 1
             self._position = 0
         self._resumes = False
-        order = self._order(self._epoch)
         while not self._is_over(self._position):
             begin = self._position
             self._position += self.global_batch_size
-            yield self._batch(order, begin)
+            yield self._batch(self._order(self._epoch), begin)  # which a curriculum may have changed
 
     def handed_out(self) -> tuple[int, int]:
         """Return the epoch of the batch that was handed out last, and its position in the epoch's order."""
@@ -155,6 +155,11 @@ class TrainLoader:
         """Return the kind of a row, of which each batch has its share; the same for all rows where none are mixed."""
         return None if self.mixture is None else row.get(self.mixture.config.column)
 
+    @property
+    def num_handed_out(self) -> int:
+        """Batches of the run so far, the first of which has number 0."""
+        return self._epoch * self.used_batches + self._position // self.global_batch_size
+
     def _batch(self, order: list[int], begin: int) -> object:
         """Makes this rank's part of the global batch that begins at a position."""
         return self.batch_of(self._own(order, begin))
@@ -175,11 +180,14 @@ class TrainLoader:
             "rows": self._fingerprint,
             "seed": self.seed if self.shuffle else None,
             "mixture": self._mixture,
+            "joined": [] if self.mixture is None else list(self.mixture.joined),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state, as `start` says."""
         start = self.start(state)
+        if self.mixture is not None:
+            self.mixture.joined = list(state.get("joined", []))
         self._epoch, self._position = start.epoch, start.position
         self._resumes = True
         if start.note:
@@ -260,6 +268,13 @@ class TrainLoader:
         return f"{self.mixture.description} in {self.used_batches} batches of {self.global_batch_size}"
 
     def _order(self, epoch: int) -> list[int]:
+        """Returns the rows of an epoch in their order; kept until another one is asked for."""
+        key = (epoch, () if self.mixture is None else tuple(self.mixture.joined))
+        if self._found[0] != key:
+            self._found = (key, self._new_order(epoch))
+        return self._found[1]
+
+    def _new_order(self, epoch: int) -> list[int]:
         if self.mixture is not None:
             seed = self.seed if self.shuffle else None
             size = self.global_batch_size

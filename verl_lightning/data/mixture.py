@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,26 @@ from verl_lightning.options import Options
 from verl_lightning.seeding import derive_seed
 
 _ROUNDING = 1e-9  # of a share of a batch, which may be a whole number of rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig(Options, key="curriculum"):
+    """Kinds of prompts that join one after another, each once the policy has mastered the one before it."""
+
+    pass_rate: float = 0.7
+    """Share of the responses to the newest kind that must pass for the next kind to join, in ``[0, 1]``."""
+
+    num_steps: int = 10
+    """Latest steps over which the share is taken; a kind stays the newest for at least as many."""
+
+    success_reward: float = 1.0
+    """Reward from which a response passes, in units of reward."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pass_rate <= 1:
+            raise ValueError(f"`pass_rate` must be between 0 and 1, got {self.pass_rate}.")
+        if self.num_steps < 1:
+            raise ValueError(f"`num_steps` must be at least 1, got {self.num_steps}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +49,14 @@ class MixtureConfig(Options, key="mixture"):
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each kind relative to the others; a step differs from it by less than one prompt, the run by none."""
 
+    curriculum: CurriculumConfig | None = None
+    """Rule by which kinds join in the order of ``weights``; null has all from the first step."""
+
     def __post_init__(self) -> None:
         if bool(self.quotas) == bool(self.weights):
             raise ValueError("`mixture` must set one of `quotas` and `weights`.")
+        if self.quotas and self.curriculum is not None:
+            raise ValueError("`mixture.curriculum` changes shares, so it needs `weights`, not `quotas`.")
         name, shares = ("quotas", self.quotas) if self.quotas else ("weights", self.weights)
         if wrong := [kind for kind, share in shares.items() if not share >= 0]:
             raise ValueError(f"`{name}.{wrong[0]}` must not be negative, got {shares[wrong[0]]}.")
@@ -51,7 +77,7 @@ class MixtureConfig(Options, key="mixture"):
 
 
 class Mixture:
-    """The order in which kinds of rows take turns: a pure function of seed and epoch.
+    """The order in which kinds of rows take turns: a pure function of seed, epoch and, in a curriculum, `joined`.
 
     Each kind has an endless order of its own, shuffled anew whenever all of its rows were used, from which each step
     takes what its share is. An epoch is as many steps as the rows fill.
@@ -81,11 +107,55 @@ class Mixture:
             )
         total = sum(shares.values())
         self._shares = {kind: share / total for kind, share in sorted(shares.items()) if share}
+        self._levels = [kind for kind, share in shares.items() if share]
+        self.joined: list[int] = []
+        """Number of the run's batch in which each kind of a curriculum but the first has joined, or will."""
 
     @property
     def description(self) -> str:
         """The shares in words that tell them from others."""
-        return f"{self.config.column}: " + ", ".join(f"{kind} {share:g}" for kind, share in self._shares.items())
+        levels = "" if self.config.curriculum is None else f", in turn {', '.join(self._levels)}"
+        shares = ", ".join(f"{kind} {share:g}" for kind, share in self._shares.items())
+        return f"{self.config.column}: {shares}{levels}"
+
+    def check_stages(self, batch_size: int) -> None:
+        """Refuse shares that the rows don't fill, whichever kinds of a curriculum have joined.
+
+        Args:
+            batch_size: Rows of a batch over all ranks.
+
+        Raises:
+            ValueError: If a step takes more rows of a kind than there are.
+        """
+        first = 1 if self.config.curriculum is not None else len(self._levels)
+        for kinds in (self._levels[:count] for count in range(first, len(self._levels) + 1)):
+            total = sum(self._shares[kind] for kind in kinds)
+            most = {kind: math.ceil(self._shares[kind] / total * batch_size - _ROUNDING) for kind in kinds}
+            if scarce := [kind for kind, count in most.items() if count > len(self._rows[kind])]:
+                raise ValueError(
+                    f"`mixture` takes {most[scarce[0]]} prompts of `{scarce[0]}` in a step, but there are"
+                    f" {len(self._rows[scarce[0]])}. Give it a smaller share, or more rows."
+                )
+
+    def kinds_at(self, number: int) -> list[str]:
+        """Return the kinds of which a batch has rows, the newest last.
+
+        Args:
+            number: Number of the batch in the run.
+        """
+        if self.config.curriculum is None:
+            return self._levels
+        return self._levels[: 1 + sum(first <= number for first in self.joined)]
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all kinds have joined, or are to."""
+        return self.config.curriculum is None or len(self.joined) + 1 >= len(self._levels)
+
+    def _shares_at(self, number: int) -> dict[str, float]:
+        kinds = self.kinds_at(number)
+        total = sum(self._shares[kind] for kind in kinds)
+        return {kind: share / total if kind in kinds else 0.0 for kind, share in self._shares.items()}
 
     def order(self, epoch: int, *, num_batches: int, batch_size: int, seed: int | None) -> list[int]:
         """Return the rows of an epoch, batch after batch.
@@ -95,20 +165,18 @@ class Mixture:
             num_batches: Batches of an epoch.
             batch_size: Rows of a batch over all ranks.
             seed: Seed of the orders; None keeps that of the rows.
-
-        Raises:
-            ValueError: If a step takes more rows of a kind than there are.
         """
-        plan = self._plan(num_batches, batch_size)
-        for kind, count in plan[0].items() if plan else ():
-            if count > len(self._rows[kind]):
-                raise ValueError(
-                    f"`mixture` takes {count} prompts of `{kind}` in a step, but there are {len(self._rows[kind])}."
-                    " Give it a smaller share, or more rows."
-                )
+        whole = self._plan((epoch + 1) * num_batches, batch_size)
+        before, plan = whole[: epoch * num_batches], whole[epoch * num_batches :]
         streams = {
-            kind: _stream(self._rows[kind], start=epoch * total, count=total, seed=seed, kind=kind)
-            for kind, total in ((kind, sum(batch[kind] for batch in plan)) for kind in self._shares)
+            kind: _stream(
+                self._rows[kind],
+                start=sum(batch[kind] for batch in before),
+                count=sum(batch[kind] for batch in plan),
+                seed=seed,
+                kind=kind,
+            )
+            for kind in self._shares
         }
         taken = dict.fromkeys(self._shares, 0)
         order: list[int] = []
@@ -123,15 +191,17 @@ class Mixture:
         return order
 
     def _plan(self, num_batches: int, batch_size: int) -> list[dict[str, int]]:
-        """Return the number of rows of each kind in each batch of an epoch."""
-        done = dict.fromkeys(self._shares, 0)
-        plan = []
-        for number in range(1, num_batches + 1):
-            counts = {kind: int(share * batch_size + _ROUNDING) for kind, share in self._shares.items()}
+        """Return the number of rows of each kind in each batch from the run's first one on."""
+        due, plan = dict.fromkeys(self._shares, 0.0), []  # rows that are owed to each kind
+        for number in range(num_batches):
+            shares = self._shares_at(number)
+            due = {kind: due[kind] + share * batch_size for kind, share in shares.items()}
+            counts = {kind: int(share * batch_size + _ROUNDING) for kind, share in shares.items()}
+            due = {kind: due[kind] - count for kind, count in counts.items()}
             for _ in range(batch_size - sum(counts.values())):
-                due = {kind: share * number * batch_size - done[kind] for kind, share in self._shares.items()}
-                counts[max(counts, key=lambda kind: due[kind] - counts[kind])] += 1
-            done = {kind: done[kind] + counts[kind] for kind in done}
+                most = max((kind for kind in counts if shares[kind]), key=due.__getitem__)
+                counts[most] += 1
+                due[most] -= 1
             plan.append(counts)
         return plan
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from verl_lightning.data.curriculum import FollowCurriculum
 from verl_lightning.data.files import Row
 from verl_lightning.data.image_files import ImageFile, ImagesConfig
 from verl_lightning.data.loader import BatchSource, EvalLoader, TrainLoader
@@ -92,9 +93,7 @@ class TokenizedDataModule(LightningDataModule):
         if stage == "fit":
             with told_of("data.train_files"):
                 self._loaders["train"] = loader = self._train_loader(trainer, tokenizer)
-            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
-            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ResumeEpoch)]
-            callbacks.append(ResumeEpoch(loader))
+            self._follow(loader, trainer)
         if stage == "fit" and not self.val_parts:
             trainer.limit_val_batches = 0  # else Lightning takes no loader for an empty one, and warns
         elif stage in ("fit", "validate"):
@@ -111,6 +110,15 @@ class TokenizedDataModule(LightningDataModule):
             check_share(trainer, name, len(loaded))
         if "val" in self._loaders and stage == "fit":
             check_interval(trainer, loader.used_batches)
+
+    def _follow(self, loader: TrainLoader, trainer: Trainer) -> None:
+        """Adds the callbacks that count what a loader has handed out, in the place of those of an earlier run."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by a connector
+        own = (ResumeEpoch, FollowCurriculum)
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, own)]
+        callbacks.append(ResumeEpoch(loader))
+        if (mixture := loader.mixture) is not None and (curriculum := mixture.config.curriculum) is not None:
+            callbacks.append(FollowCurriculum(loader, mixture, curriculum))
 
     def _train_loader(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> TrainLoader:
         rank, world_size = data_parallel_rank_and_size(trainer)

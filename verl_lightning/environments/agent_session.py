@@ -95,7 +95,7 @@ class AgentSession:
     """Request for the episode: its sampling, and the most tokens that may follow a prompt."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Histories so far, those that branched off later after the others."""
+    """Histories so far, in the order of their newest turns."""
 
     overridden: set[str] = field(default_factory=set)
     """Parameters of sampling that the agent gave in vain."""
@@ -108,7 +108,7 @@ class AgentSession:
     _num_calls: int = 0
 
     def learnt_from(self) -> list[Trajectory]:
-        """Return the histories with turns of the policy, each up to its last one."""
+        """Return the histories with turns of the policy, each up to its last one, in the order of these."""
         spoken = [trajectory for trajectory in self.trajectories if trajectory.num_turns]
         for trajectory in spoken:
             trajectory.cut(trajectory.ends[-1])
@@ -136,6 +136,10 @@ class AgentSession:
             trajectory = self._begin(ids)
             completion = await self._generate(trajectory, asked.max_tokens)
             reply = Reply(content=self._text(completion.token_ids, is_plain=True))
+            trajectory.messages = [
+                {"role": "user", "content": self._text(ids, is_plain=False)},
+                {"role": "assistant", "content": reply.content},
+            ]
             return self._choice(reply, [], completion, len(ids))
 
         return list(await asyncio.gather(*(complete() for _ in range(asked.num_choices))))
@@ -153,6 +157,7 @@ class AgentSession:
         ids = self._call_ids(reply)
         message = reply.to_message(ids)
         chat.add_turn(message)
+        trajectory.messages = chat.messages
         self._points.append(
             Point(
                 key=[*key, _form(message)],
@@ -233,6 +238,8 @@ class AgentSession:
             raise APIError("The episode is over.", status=401, code="invalid_api_key")
         trajectory.add_turn(completion)
         trajectory.is_truncated = completion.is_truncated
+        self.trajectories.remove(trajectory)
+        self.trajectories.append(trajectory)
         return completion
 
     def _reply(self, ids: list[int], tools: list[dict[str, Any]], *, is_truncated: bool) -> Reply:

@@ -12,10 +12,10 @@ from typing import Any
 from verl_lightning.environments.agent_server import AgentServer
 from verl_lightning.environments.agent_session import AgentSession, Speaker
 from verl_lightning.environments.workers import Answer, Workers
+from verl_lightning.episodes import Episode
 from verl_lightning.needs import INSTALL_AGENTS, missing_package
 from verl_lightning.rewards.loading import find_object
 from verl_lightning.rollout.base import Request
-from verl_lightning.types import Episode
 
 _WAYS_OUT = "Give an import path such as `package.module.agent`, or a file such as `path/to/file.py:agent`."
 
@@ -116,11 +116,12 @@ class Outcome:
         reward = 0.0 if error or self.answer.value is None else float(self.answer.value)
         return Episode(
             environment=kind,
-            messages=[],
+            messages=list(histories[-1].messages) if histories else [],
             turn_ends=turns,
             rewards=[0.0] * (len(turns) - 1) + [reward] if turns else [],
-            metrics={"trajectories": float(len(histories))},
+            metrics={},
             seconds=[self.seconds],
+            past=[] if error else [history.as_past() for history in histories[:-1]],
             error=error,
             is_timeout=self.answer.is_timeout,
         )

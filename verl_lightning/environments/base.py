@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 """All columns of a data row, such as ``prompt``, ``data_source`` and ``reward_model``."""
 
 
-_OWN_METRICS = {"episodes", "errors", "timeouts", "reward", "turns", "tokens/own", "tokens/read"}
+_OWN_METRICS = {"episodes", "errors", "timeouts", "reward", "turns", "trajectories", "tokens/own", "tokens/read"}
 """Names under ``env/<environment>/`` that are counted for every environment."""
 
 

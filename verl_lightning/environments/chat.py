@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from verl_lightning.data.files import Row
 from verl_lightning.data.messages import Message, clean_messages
 from verl_lightning.data.templates import ChatRenderer
 
-History = Literal["refuse", "keep"]
+History = Literal["refuse", "split", "keep"]
 
 _THINKER: Message = {"role": "assistant", "content": f"<think>\n{KEY}\n</think>\n\n{WORD}"}
 
@@ -35,7 +36,7 @@ class Chat:
         name: Name of the row in messages.
         enable_thinking: Value for rows that have none; None leaves it to the template.
         history: Treatment of templates that write earlier turns anew: the chat goes on with what was said (``keep``) or
-            ends.
+            raises an error, after which it may `begin_anew`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Chat:
         Raises:
             ValueError: If they are no messages, or the template leaves out a part of them.
         """
-        self.messages = clean_messages(list(messages), name=f"what `reset` has returned for {self._name}")
+        self.messages = self._clean(messages, f"what `reset` has returned for {self._name}")
         text = self._renderer.render(self.messages, add_generation_prompt=True)
         self._renderer.check_written(self.messages, text, supervised={})
         shown = [_stand_in(message) for message in self.messages]
@@ -84,12 +85,44 @@ class Chat:
             ValueError: If they are no messages, or the template can't render them.
             HistoryError: If the template writes what was said before anew.
         """
-        new = clean_messages(list(messages), name=f"what `step` has returned for {self._name}")
+        new = self._clean(messages, f"what `step` has returned for {self._name}")
         if any(message["role"] == "assistant" for message in new):
             raise ValueError("`step` must return no message of the assistant: that is the policy.")
+        if not self._keeps and self._drops_thoughts(new):
+            raise HistoryError(
+                f"The chat template leaves out what the policy thought once a message of `{new[0]['role']}` follows."
+            )
         text = self._following(new, last)
         self.messages += new
         return self._ids(text)
+
+    def begin_anew(self, messages: Sequence[Message]) -> list[int]:
+        """Take new messages; return all tokens of the conversation as the template writes it now."""
+        return self.begin([*self.messages, *messages])
+
+    def _clean(self, messages: Sequence[Message], name: str) -> list[Message]:
+        """Return messages in which no text of others spells a special token, such as one that ends a turn."""
+        marks, cleaned = special_texts(self._tokenizer), clean_messages(list(messages), name=name)
+        if marks is None:
+            return cleaned
+        return [
+            message
+            if message["role"] == "assistant" or "content" not in message
+            else {**message, "content": marks.sub(_broken, message["content"])}
+            for message in cleaned
+        ]
+
+    def _drops_thoughts(self, new: list[Message]) -> bool:
+        """Tell whether the template leaves out thoughts of the policy once new messages follow."""
+        thinking = [message["role"] == "assistant" and "</think>" in message["content"] for message in self.messages]
+        if not any(thinking):
+            return False
+        said = [
+            {**message, **_THINKER} if thinks else _stand_in(message)
+            for message, thinks in zip(self.messages, thinking, strict=True)
+        ]
+        text = self._renderer.render([*said, *new], add_generation_prompt=True)
+        return bool(text.count(KEY) < sum(thinking))
 
     def _following(self, new: list[Message], last: str | None) -> str:
         """Return the text that follows the policy's newest turn."""
@@ -150,6 +183,22 @@ class Chat:
         if KEY in thought and KEY not in later:
             return f"it leaves out what the assistant thought once a message of `{role}` follows"
         return None
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Returns what finds the texts of special tokens; None where there are none.
+
+    Args:
+        tokenizer: Tokenizer, which makes a special token of such a text wherever it stands.
+    """
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+def _broken(found: re.Match[str]) -> str:
+    """Returns the text of a special token with a space in it."""
+    return f"{found[0][0]} {found[0][1:]}"
 
 
 def _stand_in(message: Message) -> Message:

@@ -13,11 +13,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import product
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, run
+from subprocess import DEVNULL, PIPE, STDOUT, SubprocessError, run
+from typing import Any
 
 # A user, network, process and mount namespace of its own: no network but an unconnected loopback, no other processes.
 _ISOLATION = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+_NOBODY = 65534  # user and group without rights on Linux
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class CodeLimits:
     """Most bytes of address space of each process."""
 
     max_processes: int = 32
-    """Most processes and threads: of the program where it is isolated, elsewhere of the user together."""
+    """Most processes and threads: of the program where it is isolated, elsewhere of the user together. Linux does not
+    count those of root, as which a program runs only where the machine lets it run as nobody else."""
 
     max_output: int = 20_000
     """Most bytes of output; a program that writes more is ended."""
@@ -65,7 +70,7 @@ class CodeLimits:
         setting = f"import os, resource, sys; [resource.setrlimit(k, (v, v)) for k, v in {limits!r}.items()];"
         setting += " os.execv(sys.executable, [sys.executable, '-I', '-B', 'program.py'])"
         limited = [sys.executable, "-I", "-S", "-c", setting]
-        return [*_ISOLATION, *limited] if can_isolate() else limited
+        return [*_confinement()[0], *limited]
 
 
 async def python(code: str) -> str:
@@ -105,6 +110,8 @@ async def run_python(code: str, limits: CodeLimits) -> str:
     folder = tempfile.mkdtemp(prefix="verl-fit-code-")
     try:
         Path(folder, "program.py").write_text(code, encoding="utf-8", errors="replace")
+        if (user := _confinement()[1].get("user")) is not None:
+            os.chown(folder, user, user)
         return await _run_in(folder, limits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,6 +126,7 @@ async def _run_in(folder: str, limits: CodeLimits) -> str:
         stdout=PIPE,
         stderr=STDOUT,
         start_new_session=True,
+        **_confinement()[1],
     )
     try:
         async with asyncio.timeout(limits.timeout):
@@ -151,10 +159,20 @@ async def _read(process: asyncio.subprocess.Process, max_output: int) -> str:
     return output.decode("utf-8", errors="replace")
 
 
-@cache
 def can_isolate() -> bool:
     """Tell whether the kernel lets a process of this user have a network and process ids of its own."""
-    if shutil.which("unshare") is None:
-        return False
-    tried = run([*_ISOLATION, "true"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, check=False)
-    return tried.returncode == 0
+    return bool(_confinement()[0])
+
+
+@cache
+def _confinement() -> tuple[list[str], dict[str, Any]]:
+    """Return the command that isolates a program, and the user that it runs as: root's programs as nobody."""
+    python = [sys.executable, "-I", "-S", "-c", ""]
+    users: list[dict[str, Any]] = [{"user": _NOBODY, "group": _NOBODY, "extra_groups": []}] if os.geteuid() == 0 else []
+    commands = [_ISOLATION, []] if shutil.which("unshare") is not None else [[]]
+    for command, user in product(commands, [*users, {}]):
+        with suppress(OSError, SubprocessError):  # a container may lack the right to change users
+            tried = run([*command, *python], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, check=False, **user)
+            if tried.returncode == 0:
+                return command, user
+    return [], {}

@@ -54,7 +54,8 @@ class EpisodesConfig(Options, key="episodes"):
 
     history: History = "refuse"
     """Treatment of chat templates that write earlier turns anew, such as those that drop earlier thoughts: ``refuse``
-    stops before the first step and says what is changed; ``keep`` has the policy read what it said, as it said it."""
+    stops before the first step and says what is changed; ``split`` goes on in a further trajectory of the episode, as
+    the template writes it; ``keep`` has the policy read what it said, as it said it."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_concurrency"):
@@ -108,7 +109,8 @@ class Environments:
 
 def _is_one(given: Mapping[str, Any]) -> bool:
     """Tells whether a dictionary describes one environment, and not several by name."""
-    return "path" in given or "agent" in given or isinstance(given.get("tools"), list)
+    named = any(key in given and not isinstance(given[key], dict) for key in ("path", "agent"))
+    return named or isinstance(given.get("tools"), list)
 
 
 def _label(given: Given) -> str:

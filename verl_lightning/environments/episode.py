@@ -7,16 +7,19 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_lightning.environments.base import Environment, Message, Row, Step, as_messages, complaint_about
+from verl_lightning.environments.chat import Chat, HistoryError
 from verl_lightning.environments.config import EpisodesConfig, Make
 from verl_lightning.environments.own_thread import LateError, OwnThread, Threads
 from verl_lightning.environments.tool_calls import MalformedCall, ToolCall
 from verl_lightning.environments.tool_use import ToolCalls, ToolUse
 from verl_lightning.environments.trajectory import Trajectory
+from verl_lightning.episodes import PastTrajectory
 from verl_lightning.rollout.base import Completion, Request
 
 T = TypeVar("T")
@@ -40,7 +43,11 @@ class Talk(Protocol):
         """Take what the policy said."""
 
     def add_reply(self, messages: Sequence[Message], last: str | None) -> list[int]:
-        """Take new messages; return the tokens that follow the policy's turn."""
+        """Take new messages; return the tokens that follow the policy's turn.
+
+        Raises:
+            HistoryError: If what was said before must be written anew.
+        """
 
 
 class EpisodeError(Exception):
@@ -112,7 +119,10 @@ class Player:
     """Most tokens that the first messages may have; None sets no limit."""
 
     trajectory: Trajectory
-    """All that was said so far, as tokens."""
+    """All that was said so far, as tokens, since the history was last written anew."""
+
+    past: list[PastTrajectory] = field(default_factory=list)
+    """Trajectories that ended where the history was written anew."""
 
     seconds: list[float] = field(default_factory=list)
     """Seconds that each call of the environment took."""
@@ -144,20 +154,42 @@ class Player:
         await self._close()
 
     async def _walk(self, row: Row, request: Request) -> None:
-        trajectory = self.trajectory
         talk = await self._begin(row)
         while True:
+            trajectory = self.trajectory
             completion = await self.policy.generate(trajectory.next_request(request))
             trajectory.add_turn(completion)
             step = await self._step(talk, completion)
             if step.done:
                 return
-            is_last = completion.is_truncated or trajectory.num_turns == self.config.max_turns
-            reply = [] if is_last else self._reply(talk, step, completion)
-            if is_last or len(trajectory.ids) + len(reply) >= request.sampling.max_new_tokens:
-                trajectory.is_truncated = True
+            is_last = completion.is_truncated or trajectory.turns_before + trajectory.num_turns == self.config.max_turns
+            if is_last or not self._go_on(talk, step, completion, request):
+                self.trajectory.is_truncated = True
                 return
-            trajectory.add_read(reply)
+
+    def _go_on(self, talk: Talk, step: Step, completion: Completion, request: Request) -> bool:
+        """Add what the policy reads next; tell whether it has room to answer."""
+        trajectory, limit = self.trajectory, request.sampling.max_new_tokens
+        messages = self._rendered(lambda: as_messages(step.messages))
+        if not messages:
+            raise EpisodeError(f"{self.name}: `step` must return messages, or say that the episode is `done`.")
+        said = list(talk.messages)
+        try:
+            reply = self._rendered(lambda: talk.add_reply(messages, self.policy.last(completion.token_ids)))
+        except HistoryError:
+            assert isinstance(talk, Chat)
+            prompt = self._rendered(partial(talk.begin_anew, messages))
+            has_room = self.max_prompt_length is None or len(prompt) <= self.max_prompt_length
+            if has_room:
+                trajectory.messages = said
+                self.past.append(trajectory.as_past())
+                before = trajectory.turns_before + trajectory.num_turns
+                self.trajectory = Trajectory(prompt_ids=prompt, turns_before=before, metrics=trajectory.metrics)
+            return has_room
+        if len(trajectory.ids) + len(reply) >= limit:
+            return False
+        trajectory.add_read(reply)
+        return True
 
     async def _begin(self, row: Row) -> Talk:
         """Make the environment, and take what it begins with."""
@@ -205,16 +237,13 @@ class Player:
         reply = self.tool_use.reply(ids, self.tool_calls.schemas)
         return reply.to_message(self.tool_calls.names(reply.calls)), reply.calls
 
-    def _reply(self, talk: Talk, step: Step, completion: Completion) -> list[int]:
-        """Return the tokens of the environment's answer."""
-        messages = self._rendered(lambda: as_messages(step.messages))
-        if not messages:
-            raise EpisodeError(f"{self.name}: `step` must return messages, or say that the episode is `done`.")
-        return self._rendered(lambda: talk.add_reply(messages, self.policy.last(completion.token_ids)))
-
     def _rendered(self, render: Callable[[], T]) -> T:
         try:
             return render()
+        except HistoryError as error:
+            if self.config.history == "split":
+                raise
+            raise EpisodeError(f"{self.name}: {error}") from error
         except ValueError as error:
             raise EpisodeError(f"{self.name}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -40,14 +41,59 @@ class OwnThread:
         """Cancel a coroutine, which hears of it once it waits for something."""
         self._loop.call_soon_threadsafe(call.cancel)
 
+    def interrupt(self) -> None:
+        """End code that computes without end; code that waits in a library hears of it once it comes back."""
+        interrupt(self._thread)
+
     def stop(self) -> None:
         """End the thread, which is free, and wait for its end."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which closes what environments left open
+        with (
+            suppress(Interrupted),  # one that comes too late for its call
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,  # which closes what environments left open
+        ):
             runner.get_loop().run_forever()
+
+
+class Interrupted(BaseException):
+    """An exception that comes from outside to code that does not end; no `except Exception` of such code keeps it."""
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raise `Interrupted` in a thread as soon as it runs Python code."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """Run a function in a thread of its own, which is interrupted where nobody waits for it any more.
+
+    Unlike those of `asyncio.to_thread`, it holds up no end of the process.
+
+    Args:
+        work: Function without arguments.
+    """
+    result = Future[T]()
+    result.set_running_or_notify_cancel()  # a late result must find it open
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    thread = threading.Thread(target=run, name="tool", daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(result)
+    except asyncio.CancelledError:
+        interrupt(thread)
+        raise
 
 
 class Call(Future[T]):
@@ -137,6 +183,8 @@ class Threads:
             self._note(kind, time.monotonic() - begin)
         if not call.done() and not await _ends(call, timeout):
             thread.cancel(call)
+            if not await _ends(call, _GRACE):
+                thread.interrupt()
             raise LateError(is_stuck=not await _ends(call, _GRACE))
         return call
 
@@ -156,7 +204,7 @@ class LateError(Exception):
     """A call that has not ended in time.
 
     Args:
-        is_stuck: True if it goes on in its thread, though it was cancelled; nobody can end it then.
+        is_stuck: True if it goes on in its thread, though it was cancelled and interrupted; nobody can end it then.
     """
 
     def __init__(self, *, is_stuck: bool) -> None:

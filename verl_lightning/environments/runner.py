@@ -23,10 +23,11 @@ from verl_lightning.environments.own_thread import Threads
 from verl_lightning.environments.replies import PlainText, Replies
 from verl_lightning.environments.tool_use import ToolUse
 from verl_lightning.environments.trajectory import Trajectory
+from verl_lightning.episodes import Episode
 from verl_lightning.faults import RunError
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.turns import TurnsConfig
-from verl_lightning.types import Episode
+from verl_lightning.rollout.watchdog import end_if_frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +113,9 @@ class EpisodeRunner:
             if complaint is not None and self.config.history == "refuse":
                 raise ValueError(
                     f"The chat template writes earlier turns anew: {complaint}. Episodes of `{kind}` would have other"
-                    " tokens than those that the policy said. Set `rollout.episodes.history: keep` to have it read what"
-                    " it said, or use another template: `chat_template.jinja` in the model's folder."
+                    " tokens than those that the policy said. Set `rollout.episodes.history: split` to learn from each"
+                    " history that the template writes, `keep` to have the policy read what it said, or use another"
+                    " template: `chat_template.jinja` in the model's folder."
                 )
 
     def _check_tools(self, kind: str, environment: Environment) -> None:
@@ -142,10 +144,11 @@ class EpisodeRunner:
                     return await self._play(policy, request)
                 return await self._play_agent(policy, server, agent, request)
 
-        if not self._agents:
-            return list(await asyncio.gather(*map(play_one, requests)))
-        async with server:
-            return list(await server.watch(asyncio.gather(*map(play_one, requests))))
+        with end_if_frozen(self.config.timeout):
+            if not self._agents:
+                return list(await asyncio.gather(*map(play_one, requests)))
+            async with server:
+                return list(await server.watch(asyncio.gather(*map(play_one, requests))))
 
     def stop(self) -> None:
         """End the threads of environments and the processes of tools."""
@@ -260,6 +263,7 @@ def _completion(player: Player, error: EpisodeError | None) -> Completion:
         rewards=trajectory.rewards,
         metrics=trajectory.metrics,
         seconds=player.seconds,
+        past=player.past if error is None else [],
         error="" if error is None else str(error),
         is_timeout=error is not None and error.is_timeout,
     )

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import (
@@ -19,6 +20,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from verl_lightning.data.messages import Message
+from verl_lightning.environments.own_thread import run_in_thread
 from verl_lightning.environments.tool_calls import MalformedCall, Reply, ToolCall
 from verl_lightning.environments.workers import Answer, Workers
 from verl_lightning.faults import closest
@@ -92,7 +94,7 @@ class MethodTool(Tool):
     """A method of an episode's environment, which runs where the environment does, one call after another.
 
     Args:
-        method: Typed and documented method; one that is not ``async`` and hangs can't be ended.
+        method: Typed and documented method; one that is not ``async`` runs in a thread of its own.
         timeout: Most seconds that a call may take.
     """
 
@@ -108,7 +110,7 @@ class MethodTool(Tool):
             async with self._lock, asyncio.timeout(self._timeout) as limit:
                 if inspect.iscoroutinefunction(self._method):
                     return Answer(value=await self._method(**arguments))
-                return Answer(value=await asyncio.to_thread(self._method, **arguments))
+                return Answer(value=await run_in_thread(partial(self._method, **arguments)))
         except (Exception, SystemExit) as error:  # of the user's code, which the policy reads
             if limit.expired():
                 return Answer(is_timeout=True)

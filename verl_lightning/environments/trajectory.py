@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from verl_lightning.environments.base import Message
+from verl_lightning.episodes import PastTrajectory
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.seeding import derive_seed
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Trajectory:
     """What was said in an episode so far, token by token."""
 
@@ -41,6 +43,12 @@ class Trajectory:
     is_truncated: bool = False
     """True if the episode ended for want of tokens or turns."""
 
+    messages: Sequence[Message] = ()
+    """All that was said; filled in where trajectories end."""
+
+    turns_before: int = 0
+    """Turns of the policy in the episode's earlier trajectories."""
+
     @property
     def num_turns(self) -> int:
         """Turns of the policy."""
@@ -53,7 +61,7 @@ class Trajectory:
             request: Request for the first turn, whose ``max_new_tokens`` bounds all that follows the prompt.
         """
         room = request.sampling.max_new_tokens - len(self.ids)
-        turn = self.num_turns
+        turn = self.turns_before + self.num_turns
         return Request(
             prompt_ids=self.prompt_ids + self.ids,
             sampling=dataclasses.replace(request.sampling, max_new_tokens=room),
@@ -84,6 +92,21 @@ class Trajectory:
         """
         for values in (self.ids, self.mask, self.log_probs, self.versions):
             del values[length:]
+
+    def as_past(self) -> PastTrajectory:
+        """Returns what was said, up to the policy's last turn, as a trajectory that others follow."""
+        self.cut(self.ends[-1])
+        return PastTrajectory(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.ids,
+            is_own=self.mask,
+            log_probs=self.log_probs,
+            versions=self.versions,
+            turn_ends=self.ends,
+            rewards=self.rewards or [0.0] * len(self.ends),
+            messages=list(self.messages),
+            is_truncated=self.is_truncated,
+        )
 
     def _append(self, ids: list[int], log_probs: list[float], versions: list[int]) -> None:
         self.ids += ids

@@ -19,6 +19,7 @@ def token_weights(
     num_tokens: int | Int[Tensor, ""],
     num_sequences: int | Int[Tensor, ""],
     max_response_length: int,
+    sequence_tokens: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch response"]:
     """The weight of each token's loss, such that ``(loss * weights).sum()`` adds up over micro-batches and ranks.
 
@@ -38,6 +39,8 @@ def token_weights(
         num_tokens: Response tokens of the whole optimizer step on all ranks; 0 counts as 1.
         num_sequences: Sequences with a response token in the whole optimizer step on all ranks; 0 counts as 1.
         max_response_length: The fixed length of "seq-mean-token-sum-norm", tokens.
+        sequence_tokens: ``n_i`` of each row's sequence where a sequence may be several rows, such as an episode of
+            several trajectories; None counts the tokens of each row.
 
     Returns:
         Float32 weights on response tokens, 0 elsewhere.
@@ -57,6 +60,7 @@ def token_weights(
         case "seq-mean-token-sum":
             return weights / sequences
         case "seq-mean-token-mean":
-            return weights / weights.sum(dim=-1, keepdim=True).clamp(min=1) / sequences
+            own = weights.sum(dim=-1) if sequence_tokens is None else sequence_tokens
+            return weights / own.unsqueeze(-1).clamp(min=1) / sequences
         case "seq-mean-token-sum-norm":
             return weights / sequences / max_response_length

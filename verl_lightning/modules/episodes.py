@@ -20,13 +20,16 @@ def episode_metrics(rollout: Rollout) -> dict[str, Metric]:
     for episode, num_own, num_all in zip(rollout.episodes or (), own, read, strict=False):
         prefix = f"env/{episode.environment}"
         failed = bool(episode.error)
+        num_own += sum(sum(each.is_own) for each in episode.past)
+        num_all += sum(len(each.token_ids) for each in episode.past)
         table.add(
             {
                 f"{prefix}/episodes": total(1.0),
                 f"{prefix}/errors": total(float(failed and not episode.is_timeout)),
                 f"{prefix}/timeouts": total(float(episode.is_timeout)),
                 f"{prefix}/reward": mean(0.0 if failed else episode.reward, float(not failed)),
-                f"{prefix}/turns": mean(float(len(episode.turn_ends))),
+                f"{prefix}/turns": mean(float(episode.num_turns)),
+                f"{prefix}/trajectories": mean(float(1 + len(episode.past))),
                 f"timing_s/{prefix}": mean(sum(episode.seconds)),
                 f"{prefix}/tokens/own": mean(float(num_own)),
                 f"{prefix}/tokens/read": mean(float(num_all - num_own)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.judge import RewardResult
 from verl_lightning.modules.micro_batches import BatchSplitter
 from verl_lightning.modules.ppo_config import KLConfig
+from verl_lightning.modules.trajectories import Trajectories, trajectories_of
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience, Rollout, Scores, with_lengths
 
@@ -40,6 +42,13 @@ class _Scored:
     entropy: Float[Tensor, "batch response"] | None
     sum_squared_probs: Float[Tensor, "batch response"] | None
     experts: Int[Tensor, "batch sequence layers chosen"] | None
+
+    def joined(self, trajectories: Trajectories) -> _Scored:
+        """Returns the scores of trajectories as those of their episodes, without experts."""
+        columns = {name: value for name, value in vars(self).items() if name != "experts" and value is not None}
+        return dataclasses.replace(
+            self, experts=None, **{name: trajectories.joined(value) for name, value in columns.items()}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,9 @@ class ExperienceMaker:
     phase: Phase
     """Context manager that marks and times a phase."""
 
+    pad_token_id: int
+    """Token that fills padding."""
+
     def make(
         self, rollout: Rollout, reward_result: RewardResult, greedy: RewardResult | None, kl_coef: float
     ) -> tuple[Experience, dict[str, Metric]]:
@@ -93,11 +105,17 @@ class ExperienceMaker:
         is_valid = reward_result.is_valid
         if greedy is not None:  # nothing to compare with where the greedy response got no reward
             is_valid = is_valid & greedy.is_valid[rollout.prompt_index]
-        mask = rollout.response_mask & is_valid[:, None]
-        scored = self._scored(with_lengths([rollout])[0])
+        trajectories = trajectories_of(rollout, pad_token_id=self.pad_token_id)
+        rows = with_lengths([trajectories.rows])[0]
+        mask = trajectories.joined(rows.response_mask) & is_valid[:, None]
+        of_rows = self._scored(rows)
+        scored = of_rows.joined(trajectories)
         with self.phase("adv"):
-            token_rewards, metrics = self._token_rewards(reward_result, scored, mask, kl_coef)
-            corrected, mismatch = correct_rollout(self.corrections, scored.log_probs, rollout.rollout_log_probs, mask)
+            of_turns = trajectories.joined_rewards(reward_result.token_rewards)
+            placed = placed_rewards(reward_result.rewards, of_turns, mask)
+            token_rewards, metrics = self._token_rewards(placed, scored, mask, kl_coef)
+            sampled = trajectories.joined(rows.rollout_log_probs)
+            corrected, mismatch = correct_rollout(self.corrections, scored.log_probs, sampled, mask)
             outputs = self.advantage(
                 AdvantageInputs(
                     token_rewards=token_rewards,
@@ -114,9 +132,14 @@ class ExperienceMaker:
                     nonzero_reward_share=self._nonzero_share(reward_result.rewards, is_valid),
                 )
             )
-            experience = self._experience(rollout, scored, outputs, mask, corrected)
+            experience = self._experience(
+                dataclasses.replace(trajectories, rows=rows), of_rows, outputs, mask, corrected
+            )
             metrics |= self._mismatch(mismatch, corrected, mask)
-            metrics |= experience_metrics(experience, token_rewards, rollout)
+            trained = trajectories.joined(experience.response_mask).any(-1)
+            metrics |= spread("critic/rewards", token_rewards.sum(-1), trained)
+            metrics["train/excluded_sequences"] = total((~trained).sum())
+            metrics |= experience_metrics(experience, rows)
             metrics |= self._explained_variance(experience)
             if self.advantage.needs_groups:
                 silent, groups = num_groups_without_signal(reward_result.rewards, rollout.prompt_index, is_valid)
@@ -141,10 +164,9 @@ class ExperienceMaker:
         )
 
     def _token_rewards(
-        self, reward_result: RewardResult, scored: _Scored, mask: Tensor, kl_coef: float
+        self, token_rewards: Tensor, scored: _Scored, mask: Tensor, kl_coef: float
     ) -> tuple[Float[Tensor, "batch response"], dict[str, Metric]]:
-        """Places rewards on tokens, less the KL penalty where it is taken from them; with metrics."""
-        token_rewards = placed_rewards(reward_result, mask)
+        """Takes the KL penalty from the rewards of tokens where it is a part of them; with metrics."""
         metrics = {} if scored.entropy is None else {"actor/entropy": masked_mean(scored.entropy, mask)}
         if self.kl is not None and scored.ref_log_probs is not None:
             kl = KL_ESTIMATORS[self.kl.estimator](scored.log_probs, scored.ref_log_probs, mask)
@@ -154,12 +176,14 @@ class ExperienceMaker:
         return token_rewards, metrics
 
     def _experience(
-        self, rollout: Rollout, scored: _Scored, outputs: AdvantageOutputs, mask: Tensor, corrected: Corrected
+        self, trajectories: Trajectories, scored: _Scored, outputs: AdvantageOutputs, mask: Tensor, corrected: Corrected
     ) -> Experience:
-        """Joins the rollout with its tokens' scores, advantages and loss weights."""
-        trained = corrected.response_mask
+        """Joins each trajectory with its tokens' scores, advantages and loss weights."""
+        rollout, parted = trajectories.rows, trajectories.parted
+        trained = parted(corrected.response_mask)
         if self.mask_truncated:
             trained = trained & ~rollout.is_truncated[:, None]
+        advantages = self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages
         return Experience(
             input_ids=rollout.input_ids,
             attention_mask=rollout.attention_mask,
@@ -169,12 +193,14 @@ class ExperienceMaker:
             mm_token_type_ids=rollout.mm_token_type_ids,
             rollout_log_probs=rollout.rollout_log_probs,
             old_log_probs=scored.log_probs,
-            advantages=self._whiten(outputs.advantages, mask) if self.advantage.whitens else outputs.advantages,
-            loss_weights=corrected.weights if self.corrections else None,
+            advantages=parted(advantages),
+            loss_weights=parted(corrected.weights) if self.corrections else None,
             ref_log_probs=scored.ref_log_probs,
             values=scored.values,
-            returns=outputs.returns,
+            returns=None if outputs.returns is None else parted(outputs.returns),
             experts=scored.experts,
+            rows_vary=rollout.rows_vary,
+            episode_index=trajectories.episode_index,
         )
 
     def _mismatch(self, of_tokens: dict[str, Tensor], corrected: Corrected, mask: Tensor) -> dict[str, Metric]:
@@ -234,32 +260,30 @@ class ExperienceMaker:
 
 
 def placed_rewards(
-    reward_result: RewardResult, mask: Bool[Tensor, "batch response"]
+    rewards: Float[Tensor, " batch"],
+    of_turns: Float[Tensor, "batch response"] | None,
+    mask: Bool[Tensor, "batch response"],
 ) -> Float[Tensor, "batch response"]:
     """Reward of each token: those of turns at the turn's end, what the whole response got at its last token."""
-    of_turns = reward_result.token_rewards
     if of_turns is None:
-        return place_sequence_rewards(reward_result.rewards, mask)
+        return place_sequence_rewards(rewards, mask)
     of_turns = torch.where(mask, of_turns, 0.0)
-    return of_turns + place_sequence_rewards(reward_result.rewards - of_turns.sum(-1), mask)
+    return of_turns + place_sequence_rewards(rewards - of_turns.sum(-1), mask)
 
 
-def experience_metrics(experience: Experience, token_rewards: Tensor, rollout: Rollout) -> dict[str, Metric]:
-    """Metrics of an iteration's experience, under the names that verl's users know."""
+def experience_metrics(experience: Experience, rollout: Rollout) -> dict[str, Metric]:
+    """Metrics of an iteration's trajectories, under the names that verl's users know."""
     mask = experience.response_mask
-    rows = mask.any(-1)
     width = rollout.response_mask.shape[1]
     response_lengths = rollout.attention_mask[:, -width:].sum(-1)
     metrics = (
-        spread("critic/rewards", token_rewards.sum(-1), rows)
-        | spread("critic/advantages", experience.advantages, mask)
+        spread("critic/advantages", experience.advantages, mask)
         | spread("response_length", response_lengths)
         | spread("prompt_length", rollout.attention_mask[:, :-width].sum(-1))
     )
     metrics["response_length/clip_ratio"] = mean(rollout.is_truncated.sum(), float(len(rollout)))
     metrics |= spread("global_seqlen", rollout.attention_mask.sum()[None])
     metrics["perf/total_num_tokens"] = total(rollout.attention_mask.sum())
-    metrics["train/excluded_sequences"] = total((~rows).sum())
     if experience.returns is not None and experience.values is not None:
         metrics |= spread("critic/returns", experience.returns, mask) | spread("critic/values", experience.values, mask)
     return metrics

@@ -14,6 +14,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl_lightning.episodes import Episode
 from verl_lightning.functional.groups import RELATIVE_NOISE
 from verl_lightning.metrics import Metric, spread, total
 from verl_lightning.rewards.base import RewardSample
@@ -23,7 +24,7 @@ from verl_lightning.rewards.pool import RewardPool, make_pool
 from verl_lightning.rewards.scoring import RewardResults
 from verl_lightning.rewards.trial import trial_note, trial_responses, trial_warning
 from verl_lightning.rollout.base import Completion
-from verl_lightning.types import Episode, Rollout
+from verl_lightning.types import Rollout
 
 _LARGEST_USEFUL = 1e15  # rewards; the square of what a gradient makes of it still fits into float32
 _SMALLEST_USEFUL = 1e-5  # the largest reward of a batch; estimators divide by a group's spread plus 1e-6
@@ -296,12 +297,13 @@ def with_episodes(
         for end, reward in zip(episode.turn_ends, episode.rewards, strict=False):  # a turn that failed has none
             given[row, end - 1] += reward
     token_rewards = given.to(response_mask.device)
+    before = torch.tensor([sum(sum(each.rewards) for each in episode.past) for episode in episodes])
     errors = [episode.error for episode in episodes]
     failed = torch.tensor([bool(error) for error in errors], device=response_mask.device)
     num_timeouts = sum(episode.is_timeout for episode in episodes)
     return replace(
         result,
-        rewards=result.rewards + token_rewards.sum(-1),
+        rewards=result.rewards + token_rewards.sum(-1) + before.to(result.rewards),
         is_valid=result.is_valid & ~failed,
         num_errors=result.num_errors + sum(map(bool, errors)) - num_timeouts,
         num_timeouts=result.num_timeouts + num_timeouts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from verl_lightning.modules.objectives import (
 )
 from verl_lightning.modules.ppo_config import CriticConfig, KLConfig
 from verl_lightning.modules.teacher_config import TeacherConfig
+from verl_lightning.modules.trajectories import episode_sums
 from verl_lightning.ranges import named_range
 from verl_lightning.strategies.base import PostTrainingStrategy
 from verl_lightning.types import Experience, with_lengths
@@ -107,10 +110,10 @@ class Learner:
 
     def _mini_batches(self, experience: Experience) -> Iterator[MiniBatch]:
         """Yields mini-batches, which hold the same prompts for any number of ranks."""
-        size = self.plan.mini_batch_sequences_per_rank
-        parts = [experience.select(slice(start, start + size)) for start in range(0, len(experience), size)]
-        masks = [mask for part in parts for mask in (part.response_mask, part.taught_mask)]
-        counts = torch.stack([torch.stack([mask.sum(), mask.any(-1).sum()]) for mask in masks])
+        parts = divide(experience, self.plan.mini_batch_sequences_per_rank)
+        counts = torch.stack(
+            [_count(mask, part.episode_index) for part in parts for mask in (part.response_mask, part.taught_mask)]
+        )
         totals = self.contract.sum_over_data_parallel(counts).view(-1, 2, 2)
         for part, (trained, taught) in zip(parts, totals, strict=True):
             term = self._distillation(*taught)
@@ -197,3 +200,32 @@ class Learner:
                 "train/empty_batches": total(is_empty / ranks),
             }
         )
+
+
+def divide(experience: Experience, size: int) -> list[Experience]:
+    """Divides an experience into parts of as many episodes, with all trajectories of each.
+
+    Args:
+        experience: Experience of whole episodes.
+        size: Episodes of a part.
+    """
+    index = experience.episode_index
+    if index is None:
+        return [experience.select(slice(start, start + size)) for start in range(0, len(experience), size)]
+    parts = []
+    for start in range(0, index[-1] + 1, size):
+        rows = slice(bisect_left(index, start), bisect_left(index, start + size))
+        part = dataclasses.replace(experience.select(rows), episode_index=index[rows])
+        tokens = episode_sums(part.response_mask.sum(-1), index[rows])
+        parts.append(dataclasses.replace(part, episode_tokens=tokens))
+    return parts
+
+
+def _count(mask: Tensor, episode_index: tuple[int, ...] | None) -> Tensor:
+    """Counts the tokens that a mask holds, and the episodes with such a token."""
+    tokens = mask.sum(-1)
+    if episode_index is not None:
+        tokens = episode_sums(tokens, episode_index)
+        starts = [0, *(row for row in range(1, len(tokens)) if episode_index[row] != episode_index[row - 1])]
+        tokens = tokens[starts]
+    return torch.stack([mask.sum(), (tokens > 0).sum()])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_lightning.models.scorer import TokenScorer
 from verl_lightning.modules.token_budget import TokenBudget, example_lengths
-from verl_lightning.strategies.base import PostTrainingStrategy
+from verl_lightning.strategies.base import PostTrainingStrategy, blank
 from verl_lightning.types import BatchT, RowLength, Scores, TokenBatch, send, with_lengths
 
 _SEQUENCE_FIELDS = ("input_ids", "attention_mask", "experts", "mm_token_type_ids")
@@ -35,15 +35,20 @@ class SplitBatch(Generic[BatchT]):
     prompt_width: int
     """Prompt columns of the batch."""
 
+    num_blank: int = 0
+    """Micro-batches at the end that teach nothing, by which this rank makes as many passes as others."""
+
     def join(self, scores: Sequence[Scores]) -> Scores:
         """Scores of the micro-batches as those of the batch, 0 where a micro-batch was cut."""
         joined: dict[str, Tensor | None] = {}
         for field in dataclasses.fields(Scores):
-            columns = [getattr(part, field.name) for part in scores]
+            columns = [getattr(part, field.name) for part in scores[: len(scores) - self.num_blank]]
             if columns[0] is None:
                 joined[field.name] = None
             elif field.name in _SEQUENCE_FIELDS:
-                joined[field.name] = self._rows(torch.cat(list(map(self._whole, self.parts, columns))))
+                joined[field.name] = self._rows(
+                    torch.cat([self._whole(*each) for each in zip(self.parts, columns, strict=False)])
+                )
             else:
                 joined[field.name] = self._rows(join_columns(columns, self.width))
         return Scores(**joined)
@@ -87,7 +92,8 @@ class BatchSplitter:
         batches = with_lengths(batches)
         if self.max_tokens is None:
             assert self.micro_batch_size is not None
-            return [_split(batch, _runs(batch, self.micro_batch_size), None) for batch in batches]
+            splits = [_split(batch, _runs(batch, self.micro_batch_size), None) for batch in batches]
+            return self._levelled(splits) if batches[0].rows_vary else splits
         example = batches[0].rows_per_example
         budget = TokenBudget(
             max_tokens=self.max_tokens,
@@ -97,7 +103,17 @@ class BatchSplitter:
             grows=self.grows,
         )
         plans = self._plan(budget, [example_lengths(batch.known_lengths(), example) for batch in batches])
-        return [_reordered(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
+        splits = [_reordered(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
+        return self._levelled(splits) if batches[0].rows_vary else splits
+
+    def _levelled(self, splits: list[SplitBatch[BatchT]]) -> list[SplitBatch[BatchT]]:
+        """Adds blank micro-batches where other ranks have more. Collective."""
+        everyone = self.contract.gather_over_data_parallel([len(split.parts) for split in splits])
+        missing = [max(counts) - len(split.parts) for split, *counts in zip(splits, *everyone, strict=True)]
+        return [
+            dataclasses.replace(split, parts=split.parts + [blank(split.parts[-1])] * count, num_blank=count)
+            for split, count in zip(splits, missing, strict=True)
+        ]
 
     def _plan(self, budget: TokenBudget, sizes: list[list[RowLength]]) -> list[list[list[int]]]:
         """The micro-batches of each batch; one exchange of their counts for all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -17,6 +17,15 @@ KNOWN = ("lightning", "pytorch_lightning", "verl_lightning")
 """Packages whose classes log nothing below ``val/`` but what our modules say; others may."""
 
 
+@runtime_checkable
+class SourceLogger(Protocol):
+    """A callback that logs metrics of validation, below the name of a data source too."""
+
+    @property
+    def logged(self) -> Collection[str]:
+        """Last parts of the metrics' names."""
+
+
 def check_monitors(callbacks: Sequence[Callback], module: PostTrainingModule) -> None:
     """Checks what each callback monitors before the run begins; Lightning does after the first validation.
 
@@ -27,9 +36,12 @@ def check_monitors(callbacks: Sequence[Callback], module: PostTrainingModule) ->
     parts = [*map(type, callbacks), type(module)]
     if names is None or any(part.__module__.partition(".")[0] not in KNOWN for part in parts):
         return
+    of_sources = {name for callback in callbacks if isinstance(callback, SourceLogger) for name in callback.logged}
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and monitor.startswith("val/") and not is_logged(monitor, names):
+        if not isinstance(monitor, str) or not monitor.startswith("val/") or is_logged(monitor, names):
+            continue
+        if monitor.rpartition("/")[2] not in of_sources:
             raise MisconfigurationException(unknown_monitor(callback, monitor, names))
 
 

@@ -33,14 +33,21 @@ class Normalizer:
     max_response_length: int
     """The fixed length of ``seq-mean-token-sum-norm``, in tokens."""
 
-    def __call__(self, losses: Tensor, response_mask: Tensor) -> Tensor:
-        """The share; shares add up to the loss."""
+    def __call__(self, losses: Tensor, response_mask: Tensor, episode_tokens: Tensor | None = None) -> Tensor:
+        """The share; shares add up to the loss.
+
+        Args:
+            losses: Losses of tokens.
+            response_mask: True on the tokens that count.
+            episode_tokens: See `Experience.episode_tokens`.
+        """
         weights = token_weights(
             response_mask,
             self.aggregation,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
             max_response_length=self.max_response_length,
+            sequence_tokens=episode_tokens,
         )
         return (torch.where(response_mask, losses, 0.0) * weights).sum()
 
@@ -63,7 +70,7 @@ class DistillationTerm:
         """This micro-batch's share of the loss."""
         assert scores.divergence is not None
         mask = batch.taught_mask
-        share = self.normalizer(scores.divergence, mask)
+        share = self.normalizer(scores.divergence, mask, batch.episode_tokens)
         return self.coef * share, {"actor/distillation_loss": self.normalizer.metric(share, mask)}
 
 
@@ -99,7 +106,7 @@ class PolicyObjective:
         losses, token_metrics = self.policy_loss(scores.log_probs, batch)
         if batch.loss_weights is not None:
             losses = losses * batch.loss_weights
-        share = self.normalizer(losses, mask)
+        share = self.normalizer(losses, mask, batch.episode_tokens)
         metrics = {name: masked_mean(values, mask) for name, values in token_metrics.items()}
         metrics["actor/pg_loss"] = self.normalizer.metric(share, mask)
         if self.is_on_policy:
@@ -107,12 +114,12 @@ class PolicyObjective:
             metrics["actor/on_policy_ratio_error"] = Metric("max", (ratio - 1).abs().max())
         if self.kl is not None and batch.ref_log_probs is not None:
             kl = KL_ESTIMATORS[self.kl.estimator](scores.log_probs, batch.ref_log_probs, mask)
-            kl_share = self.normalizer(kl, mask)
+            kl_share = self.normalizer(kl, mask, batch.episode_tokens)
             metrics["actor/kl_loss"] = self.normalizer.metric(kl_share, mask)
             share = share + self.kl_coef * kl_share
         if self.entropy_coef:
             assert scores.entropy is not None
-            share = share - self.entropy_coef * self.normalizer(scores.entropy, mask)
+            share = share - self.entropy_coef * self.normalizer(scores.entropy, mask, batch.episode_tokens)
         if self.distillation is not None:
             distilled, told = self.distillation(scores, batch)
             share, metrics = share + distilled, {**metrics, **told}
@@ -135,7 +142,8 @@ class ValueObjective:
         assert batch.values is not None
         assert batch.returns is not None
         inputs = (scores.values, batch.values, batch.returns, batch.response_mask)
-        share = self.normalizer(clipped_value_loss(*inputs, clip=self.clip), batch.response_mask)
+        losses = clipped_value_loss(*inputs, clip=self.clip)
+        share = self.normalizer(losses, batch.response_mask, batch.episode_tokens)
         return share, {
             "critic/vf_loss": self.normalizer.metric(share, batch.response_mask),
             "critic/vf_clipfrac": masked_mean(value_clip_indicator(*inputs, clip=self.clip), batch.response_mask),

@@ -58,6 +58,7 @@ from verl_lightning.modules.scored_rollout import ScoredRollout
 from verl_lightning.modules.teacher import NoAdvantages
 from verl_lightning.modules.teacher_config import TeacherConfig
 from verl_lightning.modules.timed_saves import TimedSaves
+from verl_lightning.modules.trajectories import longest_lengths
 from verl_lightning.options import typed
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.telemetry.phases import METRICS
@@ -303,12 +304,12 @@ class PPOModule(TaughtModule, SamplingModule):
         table.add(episode_metrics(rollout))
         table.add({} if greedy is None else greedy.failures())
         scored = self._shaped(ScoredRollout(rollout=rollout, reward_result=reward_result))
-        lengths = scored.rollout.attention_mask.sum(-1).double()
-        table.add({SQUARED_LENGTHS: total(lengths.square().sum())})
         experience, metrics = self._experience_maker().make(scored.rollout, scored.reward_result, greedy, self.kl_coef)
-        table.add(metrics)
+        lengths = experience.attention_mask.sum(-1).double()
+        table.add(metrics | {SQUARED_LENGTHS: total(lengths.square().sum())})
         if self.distillation is not None:
-            asked = [batch.rows[index] for index in scored.rollout.prompt_index.tolist()]
+            prompts = scored.rollout.prompt_index.tolist()
+            asked = [batch.rows[prompts[row]] for row in experience.episode_index or range(len(prompts))]
             with self.phase("teacher"):
                 experience = self.distillation.teach(self, self._splitter(), experience, asked)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -354,7 +355,7 @@ class PPOModule(TaughtModule, SamplingModule):
         if not self.shaping.overlong_buffer:
             return scored
         penalty = overlong_penalty(
-            scored.rollout.response_mask.sum(-1),
+            longest_lengths(scored.rollout),
             max_length=self.rollout_source.sampling.max_new_tokens,
             buffer_length=self.shaping.overlong_buffer,
             factor=self.shaping.overlong_penalty,
@@ -374,6 +375,7 @@ class PPOModule(TaughtModule, SamplingModule):
             old_log_probs=self.update.old_log_probs,
             mask_truncated=self.shaping.mask_truncated,
             phase=self.phase,
+            pad_token_id=self.tokenizer.pad_token_id,
         )
 
     def _splitter(self) -> BatchSplitter:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from verl_lightning.episodes import Episode
 from verl_lightning.options import Options
 from verl_lightning.rollout.weight_sums import WeightSums
-from verl_lightning.types import Episode, PromptImages
+from verl_lightning.types import PromptImages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +178,11 @@ class Completion(NamedTuple):
 
     @property
     def own_versions(self) -> list[int]:
-        """Version of the weights of each of the policy's own tokens."""
+        """Version of the weights of each of the policy's own tokens, those of an episode's past trajectories first."""
         versions = self.versions or [self.weights_version] * len(self.token_ids)
-        return versions if self.is_own is None else list(compress(versions, self.is_own))
+        past = [] if self.episode is None else self.episode.past
+        before = [version for each in past for version in compress(each.versions, each.is_own)]
+        return before + (versions if self.is_own is None else list(compress(versions, self.is_own)))
 
 
 class Engine(Protocol):

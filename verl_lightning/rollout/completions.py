@@ -13,8 +13,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from verl_lightning.episodes import Episode, PastTrajectory
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
-from verl_lightning.types import Episode, PromptImages, Rollout
+from verl_lightning.types import PromptImages, Rollout
 
 T = TypeVar("T")
 
@@ -95,40 +96,52 @@ def to_rollout(
         request.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
         for request, completion in zip(requests, completions, strict=True)
     ]
-    prompts = pad_left(asked, pad_token_id)
-    prompt_mask = pad_left([[True] * len(tokens) for tokens in asked], False)
-    tokens = [torch.tensor(completion.token_ids) for completion in completions]
-    is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
-    is_own = [torch.tensor(completion.is_own or [True] * len(completion.token_ids)) for completion in completions]
-    log_probs = [torch.tensor(completion.log_probs) for completion in completions]
     episodes = tuple(completion.episode for completion in completions if completion.episode is not None)
     rollout = Rollout(
-        input_ids=torch.cat([prompts, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
-        attention_mask=torch.cat([prompt_mask, is_real], 1),
-        response_mask=pad_sequence(is_own, batch_first=True),
+        **padded(asked, completions, pad_token_id),
         temperature=requests[0].sampling.temperature or 1.0,
-        rollout_log_probs=pad_sequence(log_probs, batch_first=True),
-        is_truncated=torch.tensor([completion.is_truncated for completion in completions]),
         prompt_index=torch.arange(len(requests)) // num_samples,
         episodes=episodes or None,
-        **image_fields(requests, list(map(len, asked)), prompts.shape[1], max(map(len, tokens))),
+        **image_fields(requests, list(map(len, asked)), max(len(each.token_ids) for each in completions)),
     )
     return rollout.to(device)
 
 
-def image_fields(
-    requests: Sequence[Request], lengths: Sequence[int], prompt_width: int, response_width: int
+def padded(
+    prompts: Sequence[list[int]], answers: Sequence[Completion | PastTrajectory], pad_token_id: int
 ) -> dict[str, Any]:
+    """Returns tokens with their masks and log-probs, prompts padded on the left and answers on the right.
+
+    Args:
+        prompts: Tokens of each prompt.
+        answers: Answer to each prompt.
+        pad_token_id: Token that fills the padding.
+    """
+    asked, prompt_mask = pad_left(prompts, pad_token_id), pad_left([[True] * len(ids) for ids in prompts], False)
+    tokens = [torch.tensor(each.token_ids) for each in answers]
+    is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
+    is_own = [torch.tensor(each.is_own or [True] * len(each.token_ids)) for each in answers]
+    log_probs = [torch.tensor(each.log_probs) for each in answers]
+    return {
+        "input_ids": torch.cat([asked, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
+        "attention_mask": torch.cat([prompt_mask, is_real], 1),
+        "response_mask": pad_sequence(is_own, batch_first=True),
+        "rollout_log_probs": pad_sequence(log_probs, batch_first=True),
+        "is_truncated": torch.tensor([each.is_truncated for each in answers]),
+    }
+
+
+def image_fields(requests: Sequence[Request], lengths: Sequence[int], response_width: int) -> dict[str, Any]:
     """Returns the fields of a token batch that tell of images; none without images.
 
     Args:
         requests: Request of each row.
-        lengths: Tokens of each row in the columns of the prompts.
-        prompt_width: Columns of the prompts, which end in the last of them.
+        lengths: Tokens of each row's prompt.
         response_width: Columns of the responses.
     """
     if all(request.images is None for request in requests):
         return {}
+    prompt_width = max(lengths)
     types = torch.zeros(len(requests), prompt_width + response_width, dtype=torch.long)
     for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         if request.images is not None:
@@ -176,7 +189,7 @@ def unpack_completions(packed: Mapping[str, Any]) -> list[Completion]:
             weights_version=version,
             is_own=is_own,
             prompt_ids=prompt_ids,
-            episode=episode and Episode(**episode),
+            episode=episode and Episode.from_state(episode),
             versions=versions,
         )
         for (ids, log_probs, is_own, versions, is_truncated, version), prompt_ids, episode in zip(

@@ -136,7 +136,7 @@ class RunningBatch:
         mask = pad_left([[True] * len(tokens) for tokens in read], False).to(self._device)
         ids = pad_left(read, pad_token_id).to(self._device)
         positions = position_ids(mask)
-        fields = image_fields([group[0].request for group in groups], list(map(len, read)), ids.shape[1], 0)
+        fields = image_fields([group[0].request for group in groups], list(map(len, read)), 0)
         if not fields:
             return self._read(model, ids, positions, mask), mask
         batch = TokenBatch(input_ids=ids, attention_mask=mask, response_mask=mask[:, :0], **fields).to(self._device)

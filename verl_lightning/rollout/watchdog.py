@@ -39,6 +39,34 @@ def end_if_stuck(seconds: float, culprit: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
+@contextmanager
+def end_if_frozen(seconds: float) -> Iterator[None]:
+    """Ends this process, with the stacks of its threads, if one call inside keeps Python's lock for longer.
+
+    Such a call, as of a regular expression that never comes to an end, stops all threads, those that would tell of it
+    too. Python has one such timer; see `end_if_stuck`.
+
+    Args:
+        seconds: Seconds that a call may keep the lock; it is left `LAST_SECONDS` more.
+    """
+    seconds += LAST_SECONDS
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.is_set():
+            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+            is_over.wait(seconds / 4)
+
+    thread = threading.Thread(target=beat, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _end(culprit: Callable[[], str]) -> None:
     os.write(STDERR, f"\nThis process is stuck and ends: {culprit()}\n".encode())
     faulthandler.dump_traceback(STDERR)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from verl_lightning.environments.base import Environment, Message, Row, Step
+from verl_lightning.environments.own_thread import run_in_thread
 from verl_lightning.needs import missing_package
 
 
@@ -43,7 +44,7 @@ class GymnasiumText(Environment):
     async def reset(self, row: Row) -> str:
         """Begin the game."""
         seed = row.get("seed", row.get("index", 0))
-        observation, _ = await asyncio.to_thread(self._game.reset, seed=int(seed))
+        observation, _ = await run_in_thread(partial(self._game.reset, seed=int(seed)))
         return "\n".join(filter(None, [self._instruction, self._shown(observation)]))
 
     async def step(self, message: Message) -> Step:
@@ -52,7 +53,7 @@ class GymnasiumText(Environment):
         if action is None:
             names = ", ".join(self._actions) or str(self._game.action_space)
             return Step(f"That is no action. The actions are {names}.", reward=self._wrong_reward)
-        observation, reward, is_over, is_cut, _ = await asyncio.to_thread(self._game.step, action)
+        observation, reward, is_over, is_cut, _ = await run_in_thread(partial(self._game.step, action))
         return Step(self._shown(observation), reward=float(reward), done=bool(is_over or is_cut))
 
     async def close(self) -> None:
