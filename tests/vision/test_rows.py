@@ -140,6 +140,7 @@ def shows(*parts):
         ({"prompt": [{"role": "assistant", "content": [{"type": "image", "image": PNG}]}]}, "a turn of the assistant"),
         ({"prompt": shows({"type": "image", "image": PNG, "max_pixels": 99})}, "`max_pixels` beside the image 1"),
         ({"prompt": "<image>", "images": [{"image": PNG, "resized_width": 9}]}, "`resized_width` beside the image"),
+        ({"prompt": shows({"type": "image", "index": 1}), "images": [PNG]}, "the image of the index 1, where that of"),
         ({"prompt": "a", "audios": ["a.wav"]}, "The column `audios` in row 1 is not empty"),
         ({"prompt": "a", "videos": ["a.mp4"]}, r"column `videos` in row 1 .* \(`data.images.video_frames`\)"),
         ({"prompt": "a", "decoded_image": {"bytes": PNG, "path": None}}, "The column `decoded_image` in row 1 seems"),
@@ -248,7 +249,7 @@ def test_images_in_several_turns_keep_their_order(reader):
         {"role": "system", "content": [{"type": "image"}, {"type": "text", "text": "s"}]},
         {"role": "user", "content": "a<image>b<image>c"},
         {"role": "assistant", "content": "1 <image>"},
-        {"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "image"}]},
+        {"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "image", "index": 3, "text": None}]},
         {"role": "assistant", "content": "2"},
     ]
     pictures = [encode_image(squares(count)) for count in (1, 3, 4, 5)]

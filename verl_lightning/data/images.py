@@ -78,12 +78,23 @@ class RowImages:
         return kind_of_part(part) is not None
 
     def in_part(self, part: dict[str, Any]) -> str | None:
-        """Returns marks for a message's part that is an image or a video; None for any other part."""
+        """Returns marks for a message's part that is an image or a video; None for any other part.
+
+        Raises:
+            ValueError: If the part names another of the column than the next.
+        """
         kind = kind_of_part(part)
         if kind is None or (kind == "video" and not self.config.video_frames):
             return None
-        rest = {key: value for key, value in part.items() if key not in ("type", "text")}
-        return self._marks(kind, rest) if rest else self._next(kind)
+        rest = {key: value for key, value in part.items() if key not in ("type", "text", "index")}
+        if rest:
+            return self._marks(kind, rest)
+        if (place := part.get("index")) not in (None, self._places[kind]):
+            raise ValueError(
+                f"The parts of {self.row.name} name the {kind} of the index {place}, where that of the index"
+                f" {self._places[kind]} is next. Put the column's {kind}s in the order in which they are shown."
+            )
+        return self._next(kind)
 
     def files(self) -> list[ImageFile]:
         """Returns the images, once all messages are looked through.
