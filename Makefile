@@ -4,6 +4,7 @@
 # make test-fast      install and run the tests that take less than ten seconds each
 # make reference      write docs/reference.md and docs/algorithms anew from types and docstrings
 # make families       train each model family under each strategy and write docs/models.md, after `make test-backends`
+# make test-lightning run Lightning's own tests of strategies with ours, from a checkout: LIGHTNING=folder
 # make test-backends  install vLLM and Megatron for CPUs and run the tests that need them, on Python 3.11 and 3.12
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # Images often forbid byte code. Each of the tests' many processes would then compile all that it imports, for 10 to 20 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install run staleness test test-fast test-slow test-launches test-long test-browser test-backends lint docs reference families clean
+.PHONY: install run staleness test test-fast test-slow test-launches test-long test-browser test-lightning test-backends lint docs reference families clean
 
 install: $(VENV)/installed
 
@@ -64,6 +65,10 @@ test-backends:
 # Needs Chromium, such as `apt-get install chromium`.
 test-browser: install
 	$(BIN)/python tests/browser_check.py
+
+# LIGHTNING is a checkout of the version that is installed; the wheel has no tests.
+test-lightning: install
+	$(BIN)/python -m tests.lightning_suite $(LIGHTNING)
 
 lint: install
 	$(BIN)/ruff check .

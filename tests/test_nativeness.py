@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.lightning_suite import DIFFERENCES
 from tests.nativeness import CALLBACKS, FLAGS, LOGGERS, NOT_OURS, NOT_TRIED, PRECISIONS, PROFILERS, STRATEGIES
 from tests.runs import make_chats, make_ppo, make_prompts, make_rollout, make_sft, make_trainer
 from verl_lightning.cli import normalize_arguments
@@ -160,3 +161,8 @@ def test_the_readme_has_the_table():
     script = runpy.run_path(str(ROOT / "docs/make_nativeness.py"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert script["written"](readme) == readme
+
+
+def test_the_docs_repeat_where_we_differ_from_lightnings_tests():
+    page = " ".join((ROOT / "docs/concepts.md").read_text(encoding="utf-8").split())
+    assert [reason for reason in DIFFERENCES.values() if reason not in page] == []

@@ -34,6 +34,11 @@ def ppo(**changes: Any) -> PPOModule:
     return PPOModule(**{"actor": "folder", "reward": reward, "advantage": "GRPO"} | changes)
 
 
+def test_what_must_be_given_is_told_by_its_full_key():
+    with pytest.raises(TypeError, match=r"`PromptDataModule` needs `data\.prompts_per_step`, which you have not given"):
+        PromptDataModule("rows.jsonl")
+
+
 def test_short_forms_make_the_same_parts_as_long_ones():
     short = ppo(policy_loss="PPOClip", corrections=["IcePop"], lr=3e-6, actor=Path("folder"))
 

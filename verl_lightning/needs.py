@@ -360,5 +360,5 @@ def no_data(module: str) -> str:
     kind = kinds.get(module, "PromptDataModule")
     return (
         f"`{module}` has no `data` to learn from. Choose it, such as `--data {kind} --data.train_files rows.jsonl`;"
-        f" `verl-fit fit --data.help {kind}` lists its settings."
+        f" `verl-fit fit --data.help {kind}` lists its settings. In Python: `trainer.fit(module, {kind}(...))`."
     )

@@ -69,11 +69,13 @@ def typed(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
         @functools.wraps(init)
         def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-            names = list(signature.parameters)
+            names, owner = list(signature.parameters), type(args[0]).__name__
             if unknown := [name for name in kwargs if name not in names]:
-                owner = type(args[0]).__name__
                 raise TypeError(f"`{group}.{unknown[0]}` is not an option of `{owner}`.{closest(unknown[0], names)}")
-            bound = signature.bind(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs)
+            needed = (each.name for each in signature.parameters.values() if each.default is each.empty)
+            if missing := [f"`{group}.{name}`" for name in needed if name not in bound.arguments]:
+                raise TypeError(f"`{owner}` needs {' and '.join(missing)}, which you have not given.")
             hints = get_type_hints(init)
             for name, value in bound.arguments.items():
                 if name in hints:

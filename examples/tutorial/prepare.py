@@ -21,11 +21,11 @@ from prepare import build_model, build_tokenizer
 
 NAMES = ("Ann", "Ben", "Eva", "Tom")
 THINGS = ("apples", "coins", "shells", "stamps")
-MOST = 20
+MOST = 9
 
 
 def problems() -> list[tuple[str, str]]:
-    """Every question with its answer: sums and differences of numbers up to 20."""
+    """Every question with its answer: sums and differences of numbers up to 9."""
     found = []
     for name in NAMES:
         for thing in THINGS:
@@ -58,8 +58,8 @@ def main() -> None:
     build_model(tokenizer).save_pretrained(out / "model")
     rows = problems()
     random.Random(0).shuffle(rows)
-    write_csv(out / "val.csv", rows[:256])
-    write_csv(out / "train.csv", rows[256:])
+    write_csv(out / "val.csv", rows[:200])
+    write_csv(out / "train.csv", rows[200:])
     print(f"Wrote a model and {len(rows)} word problems into {out}")
 
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import logging
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -121,6 +122,10 @@ def test_tips_are_known():
     text = Path(cuda.__file__).read_text()
     assert compat.TIPS[-1] in text
     assert all(not compat.is_no_tip(logging.makeLogRecord({"msg": f"a {tip}"})) for tip in compat.TIPS)
+
+
+def test_a_fit_without_loaders_is_known(trainer):
+    assert isinstance(type(trainer.fit_loop._data_source).is_defined, FunctionType)
 
 
 def test_a_wandb_loggers_run_is_chosen(tmp_path):

@@ -53,7 +53,7 @@ def shipped_files(strategy: str) -> list[str]:
 
     Recipes choose an algorithm, of which strategies know nothing: one strategy runs them.
     """
-    elsewhere = {"ray", "agents", "vision"} | (set() if strategy == "auto" else {"recipes"})
+    elsewhere = {"ray", "agents", "tutorial", "vision"} | (set() if strategy == "auto" else {"recipes"})
     paths = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
     files = sorted(
         str(path.relative_to(ROOT)) for path in paths if path.parent.name not in elsewhere and path.stem != "phases"

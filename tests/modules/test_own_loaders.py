@@ -67,6 +67,11 @@ def test_other_batches_are_refused_with_what_would_do(tiny_folder, tmp_path):
         make_trainer(tmp_path).fit(make_sft(tiny_folder), DataLoader(torch.zeros(4, 2), collate_fn=lambda rows: rows))
 
 
+def test_a_fit_without_data_says_what_to_give(tiny_folder, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"`PPOModule` has no `data`.*fit\(module, PromptDataM"):
+        make_trainer(tmp_path, make_rollout()).fit(make_ppo(tiny_folder))
+
+
 def test_columns_of_torchs_collation_become_the_rows_they_were():
     rows = [
         {"prompt": [{"role": "user", "content": text}], "number": n, "tags": ["a", text]}

@@ -45,6 +45,10 @@ KEYS = [
     ("--modle PPOModule", "`modle` is not a setting of `verl-fit`. Did you mean `model`?"),
     ("--actor.path x", "`actor.path` is not a setting of `verl-fit`. Did you mean `model.actor.path`?"),
     ("--model.lora_rank 3", "`model.lora_rank` is not a setting of `PPOModule`."),
+    (
+        "--model.actor.lr 1e-5",
+        "`model.actor.lr` is not a setting of `ModelConfig`. Did you mean `model.actor.optim.lr`?",
+    ),
     ("--model.actor.lora {rnk: 2}", "`model.actor.lora.rnk` is not a setting of `LoraConfig`. Did you mean"),
     ("--model.actor.lora.init_args.rnk 2", "`model.actor.lora.rnk` is not a setting of `LoraConfig`."),
     (

@@ -225,6 +225,8 @@ def similarity(key: str, other: str) -> float:
     while len(parts) > 1 and len(other_parts) > 1 and parts[0] == other_parts[0]:
         parts, other_parts = parts[1:], other_parts[1:]
     ratio = difflib.SequenceMatcher(None, ".".join(parts), ".".join(other_parts)).ratio()
+    if len(parts) == 1 and len(other_parts) > 1 and other_parts[-1] == parts[0]:
+        return 0.9  # the group between was left out, as in `model.actor.lr`
     begins = len(key) > 1 and "." not in other and other.casefold().startswith(key.casefold())
     return max(ratio, 0.6) if begins else ratio
 

@@ -216,6 +216,11 @@ def is_compiled(module: LightningModule) -> bool:
     return module._compiler_ctx is not None
 
 
+def has_training_data(trainer: Trainer) -> bool:
+    """Tell whether a fit that begins was given loaders, or a module or data module that makes them."""
+    return trainer.fit_loop._data_source.is_defined()
+
+
 def last_checkpoints(trainer: Trainer) -> list[Path]:
     """The files that ``ckpt_path: last`` chooses among."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from verl_lightning.compat.lightning import hide_training_warnings, is_compiled
+from verl_lightning.compat.lightning import has_training_data, hide_tips, hide_training_warnings, is_compiled
 from verl_lightning.compat.torch import hide_schedule_warning
 from verl_lightning.faults import NO_PREDICT, told_of
 from verl_lightning.metrics import MetricTable
@@ -48,6 +48,7 @@ from verl_lightning.modules.run_lock import lock_first
 from verl_lightning.modules.run_settings import SETTINGS_KEY, tell_changes, training_settings
 from verl_lightning.modules.schedules import make_schedule
 from verl_lightning.modules.weight_averaging import choose_weights, drop_frozen_current
+from verl_lightning.needs import no_data
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
@@ -79,6 +80,7 @@ class PostTrainingModule(LightningModule):
         self._start: str | None = None  # fingerprint of the policy before its training, where it may be a reference
         self._passed_on: dict[str, Mapping[str, str]] = {}  # identities of references of earlier runs
         self._listeners: tuple[tuple[int, ...], tuple[list[PhaseListener], list[PhaseEndListener]]] | None = None
+        hide_tips()
         hide_training_warnings()
         hide_schedule_warning()
 
@@ -299,6 +301,8 @@ class PostTrainingModule(LightningModule):
         # The first hook of all, before Lightning's own refusals, which can't name our options.
         if self.trainer.predicting and type(self).predict_step is LightningModule.predict_step:
             raise MisconfigurationException(NO_PREDICT)
+        if self.trainer.state.fn == TrainerFn.FITTING and not has_training_data(self.trainer):
+            raise MisconfigurationException(no_data(type(self).__name__))
         numbers = {name: getattr(self.trainer, name, None) for name in (*LEAST, *SHARES)}
         for complaint in wrong_numbers(numbers):
             raise MisconfigurationException(complaint)
