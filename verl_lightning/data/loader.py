@@ -96,8 +96,8 @@ class TrainLoader:
         if self.num_batches == 0:
             raise ValueError(
                 f"A training step takes {self.global_batch_size} rows ({batch_size} on each of {world_size} ranks), but"
-                f" the training data has {len(source)}. Add rows, or lower `data.prompts_per_step` (`data.batch_size` of"
-                " chats and pairs)."
+                f" the training data has {len(source)}. Add rows, or lower `data.prompts_per_step` (`data.batch_size`"
+                " of chats and pairs)."
             )
         is_count = isinstance(limit_batches, int)
         used = min(self.num_batches, limit_batches) if is_count else int(self.num_batches * limit_batches)
