@@ -78,7 +78,7 @@ def check_fit(words: list[str]) -> None:
     if words[0] == "evaluate":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("verl_lightning.needs.has_package", lambda module: True)
-            _, settings = parse([word for word in words[1:] if word not in ("--ckpt_path", *AFTER_A_RUN)])
+            _, settings = parse(without_checkpoint(words[1:]))
         ParsedCLI([*settings, *HERE])
     elif words[0] in OTHER_COMMANDS:
         own, _, passed_on = " ".join(words).partition(" -- ")
@@ -86,13 +86,20 @@ def check_fit(words: list[str]) -> None:
         if passed_on:
             ParsedCLI([*normalize_arguments(shlex.split(passed_on)), *HERE])
     elif words[-1] not in ("--help", "--version"):
-        arguments = normalize_arguments([AFTER_A_RUN.get(word, word) for word in words])
+        needs_run = words[0] in ("validate", "test")
+        own = without_checkpoint(words) if needs_run else [AFTER_A_RUN.get(word, word) for word in words]
+        arguments = normalize_arguments(own)
         phases = split_phases(arguments)
         if phases is None:
             ParsedCLI([*arguments, *HERE])
         for phase in phases or ():
             with phase.words() as own:
                 ParsedCLI([*own, *HERE])
+
+
+def without_checkpoint(words: list[str]) -> list[str]:
+    """The words of an evaluation without the checkpoint that only an earlier run could have left."""
+    return [word for word in words if word not in ("--ckpt_path", *AFTER_A_RUN)]
 
 
 def check_make(words: list[str]) -> None:
