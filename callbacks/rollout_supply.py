@@ -13,7 +13,7 @@ from lightning.fabric.utilities import rank_zero_warn
 
 from verl_lightning.callbacks.prompt_stream import Cursor, Group, Prompt, PromptStream, digest_of_order, ordered_loader
 from verl_lightning.callbacks.rollout_queue import RolloutQueue
-from verl_lightning.callbacks.rollout_requests import batch_rollout, join_parts, own_prompts
+from verl_lightning.callbacks.rollout_requests import batch_rollout, join_parts
 from verl_lightning.faults import RunError
 from verl_lightning.modules.dynamic_sampling import DynamicSampling
 from verl_lightning.modules.judge import RewardResult
@@ -100,14 +100,14 @@ class GroupSupply:
 
         Collective.
         """
-        queue, contract = self.queue, self._module.contract
+        queue = self.queue
         if queue.stream is None:
             self._start(Cursor(self._module.trainer.fit_loop.epoch_loop.total_batch_idx, *self._loader.handed_out()))
         queue.begin_step(self._module.trainer.global_step)
         kinds = [self._loader.kind_of(row) for row in batch.rows]
         if not queue.groups:  # what is first asked is sampled by itself, as it is without a queue
             with self._module.phase("gen"):
-                queue.look_ahead([kinds[place] for place in own_prompts(len(kinds), contract)], ahead=0)
+                queue.look_ahead([kinds[place] for place in self._own(len(kinds))], ahead=0)
                 self._sampler.attempt(self._module, queue.settle)
         chosen, rewards = self._module.dynamic_sampling, list[RewardResult]()
         if chosen is None:
@@ -130,7 +130,7 @@ class GroupSupply:
             self._loader,
             cursor,
             ask=lambda batch, number: sampler.requests_of(module, batch, sampler.sampling, "train", number),
-            own=lambda count: own_prompts(count, contract),
+            own=self._own,
             rank=contract.data_parallel_rank,
             spacing=contract.data_parallel_size,
         )
@@ -158,7 +158,7 @@ class GroupSupply:
     def _next(self, kinds: Sequence[Any]) -> list[Finished]:
         """Wait for groups of these kinds; return those of all processes with the same data, in order. Collective."""
         queue, contract = self.queue, self._module.contract
-        own = [kinds[place] for place in own_prompts(len(kinds), contract)]
+        own = [kinds[place] for place in self._own(len(kinds))]
         with self._module.phase("gen"):
             queue.look_ahead(own)
             self._sampler.attempt(self._module, lambda: queue.settle(lambda: queue.choose(own) is not None))
@@ -287,6 +287,11 @@ class GroupSupply:
         """Number of the ranks with the same data that ask for some of the prompts of each step."""
         size, ranks = self._loader.batch_size, self._module.contract.model_parallel_size
         return -(-size // -(-size // ranks))
+
+    def _own(self, count: int) -> range:
+        """Return which of so many prompts this rank asks for: only ranks that have some of each step's ever do."""
+        size = -(-count // self._lanes)
+        return range(count)[size * self._module.contract.model_parallel_rank :][:size]
 
     def stop(self) -> None:
         """Give up all that is not finished."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_lightning.callbacks import HFRollout
+from verl_lightning.callbacks.rollout_supply import GroupSupply
 from verl_lightning.data.loader import TrainLoader
 from verl_lightning.data.prompts import PromptDataset
 from verl_lightning.rollout.base import Completion, SamplingConfig
@@ -208,6 +209,23 @@ def test_a_bound_that_is_lowered_has_old_responses_sampled_anew():
     first = Life(1, 2, 4, speeds=[1], learning=[50])
 
     assert max(Life(1, 3, 1, speeds=[1], saved=first.saved).oldest) == 1
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_only_ranks_that_have_prompts_of_each_step_are_asked_for_some(count):
+    """Three of four ranks share the six prompts of a step, and so any part of them."""
+    loader = make_loader(0, 1)
+    loader.batch_size = 6
+    module = make_module(loader, 0, {}, [])
+    module.contract.model_parallel_size = 4
+    supply = GroupSupply(None, module, 0, keeps_order=True)
+    shares = []
+    for rank in range(4):
+        module.contract.model_parallel_rank = rank
+        shares.append(list(supply._own(count)))
+
+    assert sum(shares, []) == list(range(count))
+    assert shares[3] == []
 
 
 @pytest.mark.parametrize(
