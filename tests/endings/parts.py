@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class At(Callback):
-    """Does something at some moment of a run.
+    """Does something at some moment of a run, once: a second signal that comes a second later means another thing.
 
     Args:
         moment: ``setup``, ``fit``, ``train``, ``validation``, or the name of a phase.
@@ -25,6 +25,7 @@ class At(Callback):
         self.moment = moment
         self.step = step
         self.rank = rank
+        self._has_met = False
 
     def act(self, trainer: Trainer) -> None:
         """What it does."""
@@ -32,7 +33,9 @@ class At(Callback):
 
     def meet(self, moment: str, trainer: Trainer) -> None:
         """A moment has come."""
-        if (moment, trainer.global_step, trainer.global_rank) == (self.moment, self.step, self.rank):
+        is_it = (moment, trainer.global_step, trainer.global_rank) == (self.moment, self.step, self.rank)
+        if is_it and not self._has_met:
+            self._has_met = True
             self.act(trainer)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
