@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDPStrategy
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from verl_lightning.needs import DDP_NAMES
 from verl_lightning.strategies.base import PostTrainingStrategy, as_contract
 from verl_lightning.strategies.ddp import DDPStrategy
 from verl_lightning.strategies.fsdp import FSDPStrategy
@@ -13,9 +14,6 @@ from verl_lightning.strategies.megatron.strategy import MegatronStrategy
 STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "megatron": MegatronStrategy}
 """Ours by name. `ddp` takes the place of Lightning's, as which it wraps modules of other projects; `fsdp` that of
 Lightning's for FSDP1, which can neither run on CPUs nor clip a norm."""
-
-DDP_NAMES = {"ddp_find_unused_parameters_true": True, "ddp_find_unused_parameters_false": False}
-"""Lightning's names of `ddp` with a setting, and the setting."""
 
 
 def register_strategies(**options: dict[str, Any]) -> None:
@@ -38,7 +36,6 @@ def register_strategies(**options: dict[str, Any]) -> None:
 register_strategies()
 
 __all__ = [
-    "DDP_NAMES",
     "STRATEGIES",
     "DDPStrategy",
     "FSDPStrategy",

@@ -17,7 +17,9 @@ LINKS = ("strategies", "callbacks", "configs")
 
 
 def tracked_files() -> list[Path]:
-    """What git knows, links among it; relative."""
+    """What git knows, links among it; relative. A tree from an archive has no git to ask."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this tree is no clone")
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [Path(name) for name in listing.split("\0") if name]
 
@@ -95,8 +97,8 @@ def test_an_editable_installation_of_a_clone_without_links_runs(built, archive, 
 @pytest.mark.parametrize("name", LINKS)
 def test_package_folders_are_relative_links_to_root_folders(name):
     link = ROOT / "verl_lightning" / name
-    assert link.is_symlink()
-    assert link.readlink() == Path("..", name)
+    target = link.readlink() if link.is_symlink() else Path(link.read_text())  # without links it is a file
+    assert target == Path("..", name)
     assert (ROOT / name / "__init__.py").is_file()
 
 

@@ -74,6 +74,13 @@ def test_all_that_a_process_has_started_ends_with_it(pipe):
     assert os.read(pipe[1], 1) == b""
 
 
+def test_files_of_the_working_directory_do_not_stand_in_for_pythons_modules(tmp_path):
+    (tmp_path / "timeit.py").write_text("raise SystemExit(7)")
+    process = SupervisedProcess("timeit", "-n1", "-r1", "import os; os._exit(3)", cwd=tmp_path)
+
+    assert process.end(patience=60.0) == 3
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of a parent")
 def test_linux_itself_kills_a_process_whose_supervisor_has_ended():
     """So that its death waits for nobody who looks for it."""

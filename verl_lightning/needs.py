@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,10 +32,19 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+DATA_SUFFIXES = (".jsonl", ".parquet", ".json", ".csv")
+"""Ends of the names of data files."""
+
+DDP_NAMES = {"ddp_find_unused_parameters_true": True, "ddp_find_unused_parameters_false": False}
+"""Lightning's names of `ddp` with a setting, and the setting."""
+
+
 def missing_data_file(file: Path) -> str | None:
     """Says why a data file can't be read; None if it is there."""
-    if file.is_file():
+    if file.is_file() and file.suffix in DATA_SUFFIXES:
         return None
+    if file.is_file():
+        return f"The data file `{file}` should end in `.jsonl` or `.parquet`, or in `.json` or `.csv`."
     what = "is a folder" if file.is_dir() else f"does not exist (looked from `{Path.cwd()}`)"
     return f"The data file `{file}` {what}. Name `.jsonl` or `.parquet` files, or `.json` or `.csv`."
 
@@ -351,6 +360,25 @@ def missing_strategy(name: str, module: str) -> str | None:
         f"`trainer.strategy: {name}` is Lightning's own, under which `{module}` can't train its models in turn. Use"
         f" `{instead}`, or one of auto, ddp, fsdp and megatron."
     )
+
+
+def strayed_flag(words: Sequence[str], strategy: str) -> str | None:
+    """Says which flag sets a strategy that is not chosen; None if there is none. Files may have groups of several.
+
+    Args:
+        words: Words of the command line.
+        strategy: Value of ``trainer.strategy``.
+    """
+    for word in words:
+        group, _, option = word.removeprefix("--").partition("=")[0].partition(".")
+        is_flag = word.startswith("--") and option and group in ("ddp", "fsdp", "megatron")
+        is_of_ddp = group == "ddp" and strategy in ("auto", *DDP_NAMES)  # `auto` takes it for several devices
+        if is_flag and group != strategy and not is_of_ddp:
+            return (
+                f"`{group}.{option}` is a setting of the strategy `{group}`, but `trainer.strategy` is `{strategy}`."
+                f" Add `--strategy {group}`, or leave it out."
+            )
+    return None
 
 
 def no_data(module: str) -> str:

@@ -24,6 +24,7 @@ def folder(tmp_path, tiny_folder, prompt_file, monkeypatch):
     settings = make_settings(tiny_folder, prompt_file, max_steps=1, logger=False)
     Path("base.yaml").write_text(yaml.safe_dump(settings))
     Path("lora.yaml").write_text("rank: sixteen")
+    Path("sets.yaml").write_text("data: {init_args: {val_sets: {easy: {files: no.jsonl}}}}")
     Path("judge.py").write_text("def reward(response): return 1.0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # else it depends on the network what a hub name is told
     return tmp_path
@@ -142,7 +143,7 @@ def test_a_wrong_file_is_told_by_its_name(text, sentence):
 
 MISSING = [
     ("--data.train_files no.jsonl", "`data.train_files`: The data file `no.jsonl` does not exist"),
-    ("--data.val_files [base.yaml,no.jsonl]", "`data.val_files`: The data file `no.jsonl` does not exist"),
+    ("--data.val_files [no.jsonl,base.yaml]", "`data.val_files`: The data file `no.jsonl` does not exist"),
     (
         "--model.actor.path /no/model",
         "`model.actor`: no model could be loaded from `path: /no/model` (there is no such",
@@ -168,6 +169,14 @@ MISSING = [
     (
         "--model.reward.function judge.py:reword",
         "The reward `function: judge.py:reword` does not import: `judge.py` has no `reword`. Did you mean `reward`?",
+    ),
+    ("--model.teacher.path /no/model", "`model.teacher`: no model could be loaded from `path: /no/model`"),
+    ("--model.reward.model.path /no/model", "`model.reward.model`: no model could be loaded from `path: /no/model`"),
+    ("--config sets.yaml", "`data.val_sets.easy`: The data file `no.jsonl` does not exist"),
+    ("--data.train_files base.yaml", "`data.train_files`: The data file `base.yaml` should end in `.jsonl`"),
+    (
+        "--fsdp.compile true",
+        "`fsdp.compile` is a setting of the strategy `fsdp`, but `trainer.strategy` is `auto`. Add",
     ),
     ("--ckpt_path last", "`--ckpt_path last`: no run in `runs` has a `last` checkpoint, nor any other. Train with"),
     ("--ckpt_path last --name mine", "`--ckpt_path last`: no run in `runs/mine` has a `last` checkpoint, nor any"),
@@ -213,9 +222,10 @@ def test_a_file_for_gpus_says_what_to_do_without_one():
 
 
 def test_an_evaluation_needs_its_own_files_only():
+    Path("ok.jsonl").touch()
     words = ["--config", "base.yaml", "--data.train_files", "no.jsonl"]
-    check_settings(normalize_arguments(["validate", *words, "--data.val_files", "base.yaml"]))
-    check_settings(normalize_arguments(["validate", *words, "--data.val_sets.easy.files", "base.yaml"]))
+    check_settings(normalize_arguments(["validate", *words, "--data.val_files", "ok.jsonl"]))
+    check_settings(normalize_arguments(["validate", *words, "--data.val_sets.easy.files", "ok.jsonl"]))
     with pytest.raises(ValueError, match=r"`data.val_files` is empty, so there is nothing to read. Name a file."):
         check_settings(normalize_arguments(["validate", *words]))
     with pytest.raises(ValueError, match=r"`--ckpt_path auto` begins anew .* but `validate` needs one: `last`."):
@@ -261,6 +271,7 @@ ALLOWED = [
     "--ckpt_path last --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath=mine",
     "--ckpt_path last --config later.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=x",
     "--ddp.timeout 0:30:00",
+    "--fsdp.compile true --config later.yaml --strategy fsdp",
     "--model.reward.function dynamic.py:made",
     "--model.policy_loss.class_path verl_lightning.algorithms.losses.PPOClip --model.advantage verl_lightning.GRPO",
     "--ckpt_path s3://bucket/last.ckpt",

@@ -48,12 +48,13 @@ from verl_lightning.needs import (
     no_data,
     no_gpu,
     no_last_checkpoint,
+    strayed_flag,
     wrong_start,
 )
 from verl_lightning.processes.exit_codes import FINISHED, Ending
 from verl_lightning.run_folders import LastCheckpoint, runs_folder
 from verl_lightning.run_records import RUNS, version_of
-from verl_lightning.strategies import DDP_NAMES, STRATEGIES, register_strategies
+from verl_lightning.strategies import STRATEGIES, register_strategies
 from verl_lightning.strategies.checkpoints import NoCheckpointError, format_of, naming_another
 from verl_lightning.trainer_numbers import wrong_numbers
 
@@ -166,7 +167,9 @@ class CLI(OpenCLI):
             settings.trainer.strategy = STRATEGY_CLASSES.get(strategy, strategy)
         check_name(parser, settings, "trainer.strategy", ["auto", *StrategyRegistry.available_strategies()])
         check_own_module(parser, settings)
-        check_strategy_flags(parser, words, settings.trainer.strategy)
+        strategy = settings.trainer.strategy
+        if (stray := strayed_flag(words, str(getattr(strategy, "class_path", strategy)))) is not None:
+            parser.error(stray)
         check_name(
             parser, settings, "trainer.accelerator", ["auto", "gpu", *ACCELERATOR_REGISTRY.available_accelerators()]
         )
@@ -346,19 +349,6 @@ def check_own_module(parser: LightningArgumentParser, settings: Namespace) -> No
     accelerator = settings.trainer.accelerator
     if isinstance(accelerator, str) and (complaint := missing_accelerator(accelerator)) is not None:
         parser.error(complaint)
-
-
-def check_strategy_flags(parser: LightningArgumentParser, words: Sequence[str], strategy: object) -> None:
-    """Refuses a flag of a strategy that is not chosen; files may have groups of several, to choose from."""
-    for word in words:
-        group, _, option = word.removeprefix("--").partition("=")[0].partition(".")
-        if not (word.startswith("--") and option and group in STRATEGIES) or strategy == group:
-            continue
-        if not (group == "ddp" and strategy in ("auto", *DDP_NAMES)):  # `auto` takes it for several devices
-            parser.error(
-                f"`{group}.{option}` is a setting of the strategy `{group}`, but `trainer.strategy` is `{strategy}`."
-                f" Add `--strategy {group}`, or leave it out."
-            )
 
 
 def check_gpu(accelerator: object) -> None:

@@ -66,8 +66,6 @@ def _read_file(file: Path, columns: Sequence[str]) -> list[Row]:
     if (complaint := missing_data_file(file)) is not None:
         raise ValueError(complaint)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix not in readers:
-        raise ValueError(f"The data file `{file}` should end in `.jsonl` or `.parquet`, or in `.json` or `.csv`.")
     try:
         rows = list(readers[file.suffix](file))
     except UnicodeDecodeError as error:

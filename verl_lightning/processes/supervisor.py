@@ -32,7 +32,8 @@ class SupervisedProcess:
     """
 
     def __init__(self, module: str, *arguments: str, **options: Any) -> None:
-        command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+        # -P: else files of the working directory would stand in for all modules of the same name.
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), module, *arguments]
         self.popen: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **options)
 
     @property

@@ -27,5 +27,5 @@ def check_settings(words: Sequence[str], *, is_here: bool = True) -> None:
         reading.add(setting)
     if "--print_config" in flags or not is_here:  # settings may be put together elsewhere than they are used
         return
-    for obstacle in obstacles(reading):
+    for obstacle in obstacles(reading, words):
         raise ValueError(obstacle)

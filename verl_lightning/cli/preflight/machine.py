@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl_lightning.cli.errors import did_you_mean
 from verl_lightning.cli.preflight.reading import Reading
@@ -28,6 +29,7 @@ from verl_lightning.needs import (
     no_files,
     no_gpu,
     no_last_checkpoint,
+    strayed_flag,
     unwritable_folder,
     wrong_seed,
 )
@@ -51,10 +53,18 @@ LIGHTNINGS_STRATEGIES = ("ddp", "deepspeed", "fsdp", "single", "xla")
 """Beginnings of the names of Lightning's own strategies."""
 
 
-def obstacles(reading: Reading) -> Iterator[str]:
-    """Yields sentences about what is missing, in the order in which the run would meet it."""
+def obstacles(reading: Reading, words: Sequence[str]) -> Iterator[str]:
+    """Yields sentences about what is missing, in the order in which the run would meet it.
+
+    Args:
+        reading: Settings of the command line.
+        words: Words of the command line.
+    """
     yield from about_parts(reading)
     yield from about_strategy(reading)
+    strategy = reading.get("trainer.strategy") or "auto"
+    if "trainer.strategy" not in reading.classes and not reading.has_foreign_classes:
+        yield from told(strayed_flag(words, strategy))
     yield from about_packages(reading)
     yield from about_files(reading)
 
@@ -126,7 +136,7 @@ def about_files(reading: Reading) -> Iterator[str]:
         yield from told(missing_checkpoint(path))
         yield from about_last_checkpoint(reading, path)
     if reading.own_class("model") is not None:
-        for role in ("model.actor", "model.critic.model"):
+        for role in ("model.actor", "model.critic.model", "model.teacher", "model.reward.model"):
             yield from about_model(reading, role)
         for function in reward_functions(reading):
             check_exists(function)
@@ -135,8 +145,7 @@ def about_files(reading: Reading) -> Iterator[str]:
         names = {"validate": ("val_files",), "test": ("test_files",)}.get(reading.command, ("train_files", "val_files"))
         if reading.command != "fit" and not reading.mentioned & {f"data.{names[0]}", "data.val_sets"}:
             yield no_files(names[0])
-        for key in (f"data.{name}" for name in names):
-            files = reading.get(key)
+        for key, files in data_files(reading, names):
             for file in [files] if files and isinstance(files, str) else files or ():
                 yield from told(missing_data_file(Path(str(file))), key)
 
@@ -158,6 +167,15 @@ def missing_function(name: str) -> str | None:
     file, _, function = name.rpartition(":")
     names = names_without(Path(file).expanduser(), function) if file.endswith(".py") else None
     return None if names is None else no_function(name, names)
+
+
+def data_files(reading: Reading, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields the options of these names, and each set of validation rows among them, with their files."""
+    yield from ((f"data.{name}", reading.get(f"data.{name}")) for name in names)
+    sets = reading.get("data.val_sets") if "val_files" in names else None
+    for name, each in sets.items() if isinstance(sets, dict) else ():
+        if isinstance(each, dict):
+            yield f"data.val_sets.{name}", each.get("files")
 
 
 def reward_functions(reading: Reading) -> list[str]:

@@ -226,18 +226,29 @@ def check_importable(key: str, name: str) -> None:
     package = name.partition(".")[0]
     if package.isidentifier() and importlib.util.find_spec(package) is None:
         raise ValueError(f"`{key}`: No module named '{package}'")
-    if package not in (PACKAGE, LIGHTNING.partition(".")[0]):
+    if package in (PACKAGE, LIGHTNING.partition(".")[0]):
+        check_defined(key, name)
+
+
+def check_defined(key: str, name: str) -> None:
+    """Refuses a class that its module certainly does not define.
+
+    Raises:
+        ValueError: If no module of that name is there, or it defines no such class.
+    """
+    parts, depth = name.split("."), 1
+    while depth < len(parts) and module_file(".".join(parts[: depth + 1])) is not None:
+        depth += 1
+    if depth == len(parts):  # a module, which the real parser refuses
         return
-    module, attribute, file = package, name.partition(".")[2], module_file(package)
-    while (below := module_file(f"{module}.{attribute.partition('.')[0]}")) is not None:
-        file, module = below, f"{module}.{attribute.partition('.')[0]}"
-        attribute = attribute.partition(".")[2]
-    attribute = attribute.partition(".")[0]
-    is_public = module == PACKAGE and attribute not in verl_lightning.__all__
-    names = set(verl_lightning.__all__) if is_public else file and names_without(file, attribute)
-    if names:
-        known = name.rpartition(".")[2] in {**classes_of(PACKAGE), **classes_of(LIGHTNING)}
-        hint = f" Say `{name.rpartition('.')[2]}`." if known else closest(attribute, names)
+    module, attribute, file = ".".join(parts[:depth]), parts[depth], module_file(".".join(parts[:depth]))
+    if module == PACKAGE:
+        names = None if attribute in verl_lightning.__all__ else set(verl_lightning.__all__)
+    else:
+        names = None if file is None else names_without(file, attribute)
+    if names is not None:
+        is_elsewhere = parts[-1] in {**classes_of(PACKAGE), **classes_of(LIGHTNING)}
+        hint = f" Say `{parts[-1]}`." if is_elsewhere else closest(attribute, names)
         raise ValueError(f"`{key}`: `{module}` has no `{attribute}`.{hint}")
 
 
