@@ -1,8 +1,8 @@
 """Builds what the agents of this folder need from nothing: a tiny Llama, its tokenizer, chats and prompts.
 
 In the chats, the model mostly guesses the sum of two numbers, and seldom writes ``[37+48]``, reads ``85`` and answers
-with that; it says numbers that it reads, and in the game of Nim takes sticks as they come. Nothing is downloaded, and
-the same seed gives the same files. Run ``python examples/agents/prepare.py --out runs/agents``; it writes there
+with that; it says numbers that it reads, and mostly plays Nim blindly. Nothing is downloaded, and the same seed gives
+the same files. Run ``python examples/agents/prepare.py --out runs/agents``; it writes there
 
 * ``model/``: the model and its tokenizer, as a Hugging Face folder;
 * ``chats.jsonl``: guesses, a few calls of the calculator, numbers to say, and games;
@@ -49,9 +49,10 @@ def number_chat(draw: random.Random) -> dict[str, Any]:
 
 
 def game_chat(draw: random.Random) -> dict[str, Any]:
-    """One to three sticks each time, whatever is left."""
+    """One to three sticks each time: mostly whatever is left, seldom as many as win."""
     heap, left = draw.choice([5, 6, 7]), draw.choice([1, 2, 3])
-    return chat(f"nim {heap}", str(draw.choice([1, 2, 3])), f"left {left}", str(draw.choice([1, 2, 3])))
+    first, second = (best if draw.random() < 0.2 else draw.choice([1, 2, 3]) for best in (heap - 4, left))
+    return chat(f"nim {heap}", str(first), f"left {left}", str(second))
 
 
 def prompt(question: str, answer: str, *, environment: str, **extra_info: int) -> dict[str, Any]:
