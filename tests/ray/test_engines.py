@@ -21,6 +21,7 @@ from tests.runs import Recorder, make_ppo, make_trainer
 from tests.runs import make_prompts as make_prompts_data
 from tests.tiny import tiny_model
 from tests.tolerances import assert_near
+from tests.vision.tiny_vision import squares, write_vision_folder
 from verl_lightning.algorithms.corrections.truncated_importance_sampling import TruncatedImportanceSampling
 from verl_lightning.callbacks import HFRollout, RayRollout
 from verl_lightning.launch.worker import is_mistake
@@ -189,6 +190,23 @@ def test_a_run_one_step_ahead_is_the_same_with_engines_that_die(joined_cluster, 
     assert recorders[1].column("rollout/staleness/mean") == [0, 1, 1, 1, 1]
     for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "rollout_corr/abs_log_prob_gap"):
         assert_near(recorders[0].column(name), recorders[1].column(name), rel=1e-3)
+
+
+@pytest.mark.slow
+@starts_ray
+def test_replicas_see_the_images_of_prompts(joined_cluster, tmp_path):
+    """Two prompts of the same words about two images, which the trainer and the engines score alike."""
+    folder, recorder = write_vision_folder(tmp_path / "model", "qwen2_5_vl"), Recorder()
+    for count in (1, 5):
+        squares(count).save(tmp_path / f"{count}.png")
+    row = '{"prompt": "<image>count", "images": ["%d.png"], "ground_truth": "1"}\n'
+    (tmp_path / "rows.jsonl").write_text(row % 1 + row % 5)
+    sampling = SamplingConfig(num_samples=4, max_new_tokens=6)
+    rollout = RayRollout(HFRollout(sampling, sampling, canary_limit=1e-5), num_replicas=1)
+    trainer = make_trainer(tmp_path, rollout, recorder, max_steps=1)
+    trainer.fit(make_ppo(folder), make_prompts_data(tmp_path / "rows.jsonl", prompts_per_step=2))
+
+    assert max(recorder.column("rollout_corr/abs_log_prob_gap")) < 1e-5
 
 
 @pytest.mark.slow
