@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_lightning.compat.megatron import adapter_as_one, item_writer, load_weights
+from verl_lightning.compat.megatron import adapter_as_one, item_writer, leave_out_groups, load_weights
 from verl_lightning.models.config import LoraConfig
 from verl_lightning.models.hf_folder import atomic_folder, stored_weights
 from verl_lightning.models.lora import has_adapters, read_adapter
@@ -92,6 +92,8 @@ def load_optimizer(reader: CheckedReader, role: str, model: MegatronScorer, opti
     optimizer.allocate_state()
     key = f"{role}.optimizer"
     state = optimizer_state(role, optimizer, model_state(role, model), is_loading=True)
+    for own in optimizer.states_of(state):
+        leave_out_groups(own)
     optimizer.load(load_parts({key: state}, reader)[key])
 
 

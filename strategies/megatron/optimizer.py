@@ -84,14 +84,18 @@ class MegatronOptimizer(torch.optim.Optimizer):
         step = next((slot["step"] for slot in slots if "step" in slot), group.get("step", 0))
         return {name: group[name] for name in names if name in group} | {"step": float(step)}
 
+    def states_of(self, state: Any) -> list[Any]:
+        """Return the states of the optimizers of which `inner` is made, of one state of it."""
+        count = len(self.inner.chained_optimizers)
+        return [state] if count == 1 else [state[index] for index in range(count)]
+
     def load(self, state: Any) -> None:
         """Take a state that a checkpoint held for `inner`. Collective.
 
         Raises:
             ValueError: If its tensors do not lie where the weights say, or other ranks shared experts.
         """
-        parts = self.inner.chained_optimizers
-        states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+        parts, states = self.inner.chained_optimizers, self.states_of(state)
         # Experts have an optimizer of their own where they are spread, so that settings lie under other numbers.
         if any("param_state" in own and "optimizer" not in own for own in states):
             raise ValueError(

@@ -65,13 +65,22 @@ def test_verl_mappings_may_name_the_score_and_hold_text():
 def test_trl_functions_get_messages_and_columns(samples):
     def reward(prompts, completions, answer, **kwargs):
         assert prompts == [CHAT, CHAT]
-        assert kwargs.keys() == {"level", "data_source", "ground_truth", "extra_info", "strict"}
+        assert kwargs.keys() == {"level", "data_source", "ground_truth", "extra_info", "completion_ids", "strict"}
         return [message[0]["content"] == right for message, right in zip(completions, answer, strict=True)]
 
     bound = bind(reward, strict=True)
 
     assert bound.is_batched
     assert bound.judge(samples) == [True, False]
+
+
+def test_trl_functions_may_take_tokens_alone(make_sample):
+    """As the first example of its documentation does."""
+
+    def reward_func(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert bind(reward_func).judge([make_sample(token_ids=[3, 4]), make_sample(token_ids=[5])]) == [2.0, 1.0]
 
 
 def test_trl_functions_may_take_completions_alone_and_give_none(samples):
@@ -112,7 +121,7 @@ def test_a_function_without_a_marker_takes_a_sample(samples):
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (lambda completions, completion_ids: [], {}, "(none): nothing gives it `completion_ids`. Its signature is"),
+        (lambda completions, trainer_state: [], {}, "(none): nothing gives it `trainer_state`. Its signature is"),
         (lambda solution_str, judge: 0, {}, "(none): nothing gives it `judge`. Its signature"),
         (
             lambda solution_str, judge: 0,

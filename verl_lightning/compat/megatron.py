@@ -187,12 +187,11 @@ def load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
     tensors = state.pop("param_state", None)
     saved = state.get("optimizer", state)
     forget_rates(saved["param_groups"])
-    if all(group["wd_mult"] for group in saved["param_groups"]):  # of before norms and biases had a group of their own
-        (group,) = saved["param_groups"]
-        saved["param_groups"] = [
-            group | {name: own[name] for name in ("wd_mult", "params")}
-            for own in part.optimizer.state_dict()["param_groups"]
-        ]
+    found = {group["wd_mult"]: group for group in saved["param_groups"]}
+    saved["param_groups"] = [  # in older checkpoints norms and biases have no group of their own
+        found.get(own["wd_mult"], saved["param_groups"][0]) | {name: own[name] for name in ("wd_mult", "params")}
+        for own in part.optimizer.state_dict()["param_groups"]
+    ]
     part.load_state_dict(state)
     slots_of_all = [slots for slots in part.optimizer.state.values() if "step" in slots]
     steps = [slots.pop("step") for slots in slots_of_all]
@@ -200,6 +199,17 @@ def load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
         part.load_parameter_state_from_fully_reshardable(tensors)
     for slots, step in zip(slots_of_all, steps, strict=True):
         slots["step"] = step.clone() if isinstance(step, Tensor) else step
+
+
+def leave_out_groups(state: dict[str, Any]) -> None:
+    """Ask a checkpoint for tensors alone: lists of groups are joined with its own, which may be of another length.
+
+    Args:
+        state: State of one optimizer, of sharded tensors.
+    """
+    plain = state.get("optimizer", state)
+    if isinstance(plain, dict):
+        plain.pop("param_groups", None)
 
 
 def forget_rates(groups: list[dict[str, Any]]) -> None:

@@ -146,7 +146,7 @@ class EarlyScores:
         """Takes a response by its position in the batch."""
         row = self._rows[position // self._num_samples]
         [text] = self._texts([completion.token_ids])
-        self._samples[position] = make_sample(row, text, completion.is_truncated)
+        self._samples[position] = make_sample(row, text, completion.is_truncated, completion.token_ids)
         first = position // self._size * self._size
         unit = [self._samples[each] for each in range(first, first + self._size) if each in self._samples]
         if len(unit) == self._size:
@@ -207,7 +207,8 @@ class Judge:
         notes: set[str | None] = set()
         for row in rows:
             responses = trial_responses((row.get("reward_model") or {}).get("ground_truth"))
-            samples = [make_sample(row, response, is_truncated=False) for response in responses]
+            tokens = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
+            samples = [make_sample(row, text, False, ids) for text, ids in zip(responses, tokens, strict=True)]
             results = self._pool.score(samples, max_error_share=1.0)
             if (warning := trial_warning(self._config, row["data_source"], responses, results)) is not None:
                 rank_zero_warn(warning)
@@ -268,11 +269,14 @@ class Judge:
         return scored if rollout.episodes is None else with_episodes(scored, rollout.episodes, rollout.response_mask)
 
     def _score_all(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> tuple[list[str], RewardResults]:
-        responses = response_texts(rollout, self._tokenizer, skip_special_tokens=self._config.skip_special_tokens)
+        tokens = response_tokens(rollout)
+        responses: list[str] = self._tokenizer.batch_decode(
+            tokens, skip_special_tokens=self._config.skip_special_tokens
+        )
         if self._pool is None:
             return responses, RewardResults(rewards=[0.0] * len(rollout), components={})
         prompts = [rows[index] for index in rollout.prompt_index.tolist()]
-        told = zip(prompts, responses, rollout.is_truncated.tolist(), strict=True)
+        told = zip(prompts, responses, rollout.is_truncated.tolist(), tokens, strict=True)
         return responses, self._pool.score([make_sample(*each) for each in told])
 
     def _warn_of_scale(self, rewards: Sequence[float | None], prompts: Sequence[int]) -> None:
@@ -326,10 +330,14 @@ def unjudged(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> RewardResu
 
 def response_texts(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> list[str]:
     """Returns each response as text, without padding."""
-    lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
-    tokens = [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=skip_special_tokens)
+    texts: list[str] = tokenizer.batch_decode(response_tokens(rollout), skip_special_tokens=skip_special_tokens)
     return texts
+
+
+def response_tokens(rollout: Rollout) -> list[list[int]]:
+    """Returns the tokens of each response, without padding."""
+    lengths = rollout.attention_mask[:, -rollout.response_mask.shape[1] :].sum(-1).tolist()
+    return [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
 
 
 def scale_warning(rewards: Sequence[float | None], prompts: Sequence[int]) -> str | None:
@@ -368,7 +376,7 @@ def _relative_spread(rewards: Sequence[float]) -> float:
     return (max(rewards) - min(rewards)) / max(max(map(abs, rewards)), sys.float_info.min)
 
 
-def make_sample(row: dict[str, Any], response: str, is_truncated: bool) -> RewardSample:
+def make_sample(row: dict[str, Any], response: str, is_truncated: bool, token_ids: list[int]) -> RewardSample:
     """Makes the reward function's input from a row and a response; unknown columns go into ``extra_info``."""
     others = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
     return RewardSample(
@@ -378,6 +386,7 @@ def make_sample(row: dict[str, Any], response: str, is_truncated: bool) -> Rewar
         prompt=row["prompt"],
         extra_info=others | (row.get("extra_info") or {}),
         is_truncated=is_truncated,
+        token_ids=token_ids,
     )
 
 

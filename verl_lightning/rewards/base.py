@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 ANY_RESPONSE = "I do not know the answer."
@@ -34,6 +34,9 @@ class RewardSample:
 
     is_truncated: bool
     """True if the response stopped at the length limit, without an end token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens of the response, its end token included."""
 
 
 class RewardFn(Protocol):

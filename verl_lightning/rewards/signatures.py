@@ -22,8 +22,8 @@ _FORMS = (
 class Convention:
     """A way of calling reward functions by keywords."""
 
-    marker: str
-    """The parameter by which such a function is known; it has no default."""
+    markers: tuple[str, ...]
+    """The parameters by which such a function is known; one of them has no default."""
 
     is_batched: bool
     """True if each keyword is a list, with one element a sample."""
@@ -71,26 +71,27 @@ def _trl_keywords(samples: Sequence[RewardSample]) -> dict[str, Any]:
         "ground_truth": [sample.ground_truth for sample in samples],
         "extra_info": [sample.extra_info for sample in samples],
         "prompts": [sample.prompt for sample in samples],
+        "completion_ids": [sample.token_ids for sample in samples],
         "completions": [[{"role": "assistant", "content": sample.response}] for sample in samples],
     }
 
 
 CONVENTIONS = (
     Convention(
-        marker="solution_str", is_batched=False, keywords=_verl_keywords, only=tuple(_PLURALS), reward_key="score"
+        markers=("solution_str",), is_batched=False, keywords=_verl_keywords, only=tuple(_PLURALS), reward_key="score"
     ),
     Convention(
-        marker="solution_strs",
+        markers=("solution_strs",),
         is_batched=True,
         keywords=_verl_lists,
         only=tuple(_PLURALS.values()),
         reward_key="score",
     ),
     Convention(
-        marker="completions",
+        markers=("completions", "completion_ids"),
         is_batched=True,
         keywords=_trl_keywords,
-        lacks=("completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
+        lacks=("trainer_state", "log_extra", "log_metric", "environments"),
     ),
 )
 
@@ -199,8 +200,8 @@ class BoundReward:
 
 def find_convention(signature: inspect.Signature) -> Convention | None:
     """Finds the convention by which a function is called; None for a function that takes a sample."""
-    needed = _needed(signature)
-    return next((convention for convention in CONVENTIONS if convention.marker in needed), None)
+    needed = set(_needed(signature))
+    return next((convention for convention in CONVENTIONS if needed & set(convention.markers)), None)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
