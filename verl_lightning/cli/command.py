@@ -8,17 +8,19 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from verl_lightning import __version__
 from verl_lightning.cli.arguments import SUBCOMMANDS, normalize_arguments, shipped_configs
 from verl_lightning.cli.help_pages import HELP, short_help, without_all
-from verl_lightning.cli.phase_settings import PhaseSettings, split_phases
 from verl_lightning.faults import cause_for_user, is_of_collective
 from verl_lightning.processes import peers
 from verl_lightning.processes.exit_codes import ExitCode
 from verl_lightning.processes.messages import has_another_failed, say_once
 from verl_lightning.processes.signals import EndSoon, listen
+
+if TYPE_CHECKING:
+    from verl_lightning.cli.phase_settings import PhaseSettings
 
 ANSWERS = {
     "doctor": ("verl_lightning.cli.doctor", "main"),
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = without_all(argv)
     sys.path.append(os.getcwd())
     sys.excepthook = show_error
+    from verl_lightning.cli.phase_settings import split_phases  # late: it reads YAML, and help needs no package
+
     try:
         arguments = normalize_arguments(argv)
         phases = split_phases(arguments)
