@@ -58,8 +58,20 @@ def logits_of(model):
         return model.eval()(TOKENS).logits
 
 
+@pytest.mark.parametrize("saver", ["auto", "fsdp"], indirect=True)
 @pytest.mark.parametrize(("loader", "ranks"), LOADERS)
 def test_another_strategy_resumes_the_trainers_checkpoint(run, tiny_folder, chat_file, tmp_path, loader, ranks):
+    assert_resumes(run, tiny_folder, chat_file, tmp_path, loader, ranks)
+
+
+@pytest.mark.parametrize("saver", ["ddp"], indirect=True)
+def test_what_ranks_of_ddp_have_saved_is_a_file_of_one_process(run, tiny_folder, chat_file, tmp_path):
+    """So all other strategies take it too."""
+    assert_resumes(run, tiny_folder, chat_file, tmp_path, "auto", 1)
+
+
+def assert_resumes(run, tiny_folder, chat_file, tmp_path, loader, ranks):
+    """The rest of a run from its checkpoint ends with its weights."""
     checkpoint = str(run.folder / "step=3.ckpt")
 
     resumed = on_ranks(ranks, run_sft, tiny_folder, chat_file, tmp_path, run.kind, loader, ranks, checkpoint)[0]
@@ -69,8 +81,10 @@ def test_another_strategy_resumes_the_trainers_checkpoint(run, tiny_folder, chat
     assert not torch.allclose(resumed["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.parametrize("saver", ["fsdp"], indirect=True)
 @pytest.mark.parametrize(("loader", "ranks"), LOADERS)
 def test_another_strategy_starts_from_the_folder(run, tiny_folder, chat_file, tmp_path, loader, ranks):
+    """Those of all savers are folders of Transformers, which loads the same weights from each; see below."""
     saved = str(run.folder / "hf" / "last")
     changes = {"path": saved} if run.kind == "full" else {"lora": dataclasses.replace(LORA["lora"], adapter_path=saved)}
 
