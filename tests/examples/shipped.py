@@ -51,9 +51,11 @@ class RecordedCLI(CLI):
 def shipped_files(strategy: str) -> list[str]:
     """Paths in the repository of what runs under a strategy; Ray's is run by ``tests/ray``, others by their own tests.
 
-    Recipes choose an algorithm, of which strategies know nothing: one strategy runs them.
+    Recipes choose an algorithm, of which strategies know nothing, and the quick start is ``configs/`` in small: one
+    strategy runs them.
     """
-    elsewhere = {"ray", "agents", "tutorial", "vision"} | (set() if strategy == "auto" else {"recipes"})
+    elsewhere = {"ray", "agents", "tutorial", "vision"}
+    elsewhere |= set() if strategy == "auto" else {"recipes", "quickstart"}
     paths = [path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")]
     files = sorted(
         str(path.relative_to(ROOT)) for path in paths if path.parent.name not in elsewhere and path.stem != "phases"

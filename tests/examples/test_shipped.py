@@ -1,4 +1,4 @@
-"""Every YAML file of the repository trains, and all but recipes under `fsdp`; Megatron's turn is with the back ends."""
+"""Every YAML file of the repository trains, and those of ``configs/`` under `fsdp`; Megatron has its turn elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML file of the repository takes a step under Megatron, on two processes."""
+"""The YAML files of ``configs/`` take a step under Megatron, on two processes."""
 
 from __future__ import annotations
 
