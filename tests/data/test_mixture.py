@@ -134,6 +134,7 @@ def learn_in_turn(tmp_path, tiny_folder, prompts, ckpt_path=None):
     return seen, recorder
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run saves nothing
 def test_a_run_opens_kinds_by_its_pass_rate_and_a_resumed_one_goes_on(tmp_path, tiny_folder, prompt_file):
     rows = [json.loads(line) for line in prompt_file.read_text().splitlines()]
     levels = [["easy", "hard", "hardest"][number % 3] for number in range(len(rows))]

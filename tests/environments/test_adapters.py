@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.data.published import tokenizer_for
-from tests.environments.test_agents import agents
 from tests.environments.test_tool_episodes import play
 from verl_lightning.environments.adapters.gymnasium_text import GymnasiumText
 from verl_lightning.environments.adapters.mcp import MCPEnvironment
@@ -56,18 +55,6 @@ def test_an_environment_of_a_server_of_openenv_is_played():
     assert "a number below 10" in asked[0]
     assert "higher" in asked[1]
     assert episode.episode.rewards == [0.0, 1.0]
-
-
-def test_an_environment_of_verifiers_is_an_agent(monkeypatch):
-    """It asks once and rewards the answer 7."""
-    pytest.importorskip("verifiers", reason="`verifiers` is not installed")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    row = {"verifiers": {"env_id": "verifiers-seven", "env_args": {"reward": 2.0}}, "index": 3}
-
-    (episode,) = agents({"agent": "verl_lightning.environments.adapters.verifiers.play"}, row)
-
-    assert episode.episode.reward == 2.0
-    assert len(episode.episode.turn_ends) == 1
 
 
 def test_tools_of_an_mcp_server_are_called():
