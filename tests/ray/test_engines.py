@@ -36,7 +36,8 @@ from verl_lightning.ray.actors import (
 from verl_lightning.ray.cluster import Demand
 from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.completions import answer, make_requests, wait_for
-from verl_lightning.rollout.dispatcher import EngineActor, num_tokens
+from verl_lightning.rollout.dispatcher import num_tokens
+from verl_lightning.rollout.engine_actor import EngineActor
 from verl_lightning.rollout.hf import HFEngine
 from verl_lightning.rollout.ray_engines import Caller, RayEngines
 from verl_lightning.rollout.stored_weights import store_weights
