@@ -109,13 +109,13 @@ def test_checkpoints_of_epochs_are_written(fit, tmp_path):
 
 
 def test_learning_rates_of_all_models_are_logged_each_iteration(fit, tmp_path):
-    """Two steps of warm-up to 1e-3."""
+    """Two steps of warm-up to 1e-3; an optimizer has a group with weight decay and one without."""
     fit(LearningRateMonitor(), logger=CSVLogger(tmp_path, ""))
 
-    rows = [row for row in read_metrics(tmp_path / "version_0") if "lr/actor" in row]
+    rows = [row for row in read_metrics(tmp_path / "version_0") if "lr/actor/pg1" in row]
 
     assert [row["step"] for row in rows] == ["0", "1", "2"]
-    for name in ("lr/actor", "lr/critic"):
+    for name in ("lr/actor/pg1", "lr/actor/pg2", "lr/critic/pg1"):
         assert [float(row[name]) for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3])
 
 

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 import verl_lightning
 from tests.test_imports import PACKAGE, ROOT, defined, imported, is_private
 
+OTHERS = {f"verl_lightning.cli.evaluation.{name}_model" for name in ("inspect", "lm_eval")}
+"""Modules that can't be imported here: the packages that they adapt are installed by users alone."""
+
 
 def own_names(cls: type) -> set[str]:
     """Private names that the source of a class defines; none of a class that has no source."""
@@ -26,6 +29,8 @@ def own_names(cls: type) -> set[str]:
 def classes() -> Iterator[type]:
     """The package's classes outside of `compat`."""
     for found in pkgutil.walk_packages(verl_lightning.__path__, "verl_lightning."):
+        if found.name in OTHERS:
+            continue
         module = importlib.import_module(found.name)
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__ and ".compat." not in module.__name__:

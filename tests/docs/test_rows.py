@@ -24,5 +24,5 @@ def test_a_row_of_the_page_is_read(kind, columns, row, tmp_path):
 
 
 def test_the_page_has_rows_of_every_kind():
-    assert len(BLOCKS) == PAGE.count("```json") == 13
+    assert len(BLOCKS) == PAGE.count("```json") == 14
     assert {kind for kind, _, _ in BLOCKS} == READERS.keys()

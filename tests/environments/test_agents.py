@@ -199,7 +199,7 @@ def test_every_stock_callback_works_beside_an_agent(number, tmp_path, tiny_folde
         assert saved == {"best.ckpt", "timed step=1.ckpt", "timed step=2.ckpt", "end"}
     else:
         columns = (tmp_path / "metrics.csv").read_text().splitlines()[0]
-        assert all(name in columns for name in ("lr/actor", "cpu_percent", "batches_per_sec"))
+        assert all(name in columns for name in ("lr/actor/pg1", "cpu_percent", "batches_per_sec"))
         assert made["Timer"].time_elapsed("train") > 0
 
 

@@ -66,60 +66,29 @@ class Holder:
 
 @pytest.mark.slow
 @starts_ray
-def test_four_engines_die_hang_and_join_and_responses_stay_the_same(joined_cluster, tiny_folder):
-    """Of two nodes with five CPUs each, seven are taken when the run begins, so that one engine has no place."""
+def test_a_replica_without_a_place_joins_when_there_is_one(joined_cluster, tiny_folder):
+    """Of two nodes with five CPUs each, one is taken when the run begins."""
     import ray
 
-    holders = [start_holder(cpus) for cpus in (4.0, 3.0)]
-    alone = HFEngine(ModelConfig(path=str(tiny_folder)), eos_token_ids=ENDS, pad_token_id=0, deadline=1.0)
-    wanted = Demand(option="rollout.num_replicas", count=4, cpus=1.0)
-    engines = RayEngines(alone, wanted, grace=19.0, at_least=3)
-    requests = make_requests(*make_conformance_prompts((9, 4, 7, 12), num_samples=16), SAMPLING)
+    demand = Demand(option="holder", count=1, cpus=4.0)
+    await_actors(holder := start_actors(Holder, demand), demand)
+    wanted = Demand(option="rollout.num_replicas", count=2, cpus=4.0)
+    engines, alone = RayEngines(make_engine(tiny_folder), wanted, at_least=1), make_engine(tiny_folder)
+    sampling = SamplingConfig(num_samples=3, max_new_tokens=8)
     engines.start(CPU)
-    alone.start(CPU)
     load([alone, engines], seed=1)
-    expected = tokens_of(alone, requests)
 
-    for do in (lambda: kill_one(engines, signal.SIGKILL), lambda: kill_one(engines, signal.SIGSTOP)):
-        assert tokens_of(engines, requests, meanwhile=do) == expected
-    for holder in holders:
-        stop_actors(holder)
+    assert_same_rollout(sample(engines, make_prompts(), sampling), sample(alone, make_prompts(), sampling))
+    stop_actors(holder)
 
-    def have_all():
+    def has_joined():
         load([engines], seed=1, version=2)
         calls = [actor.__ray_call__.remote(lambda self: self._version) for actor in engines._actors]
-        return ray.get(calls) == [2] * 4
+        return ray.get(calls) == [2, 2]
 
-    wait_until(have_all)
-    assert tokens_of(engines, requests) == expected
+    wait_until(has_joined)
+    assert_same_rollout(sample(engines, make_prompts(), sampling), sample(alone, make_prompts(), sampling))
     engines.stop()
-
-
-def start_holder(cpus):
-    demand = Demand(option="holder", count=1, cpus=cpus)
-    await_actors(holder := start_actors(Holder, demand), demand)
-    return holder
-
-
-def kill_one(engines, how):
-    import ray
-
-    call = engines._actors[0].__ray_call__.options(max_task_retries=-1)  # it may be starting anew
-    os.kill(ray.get(call.remote(lambda _: os.getpid())), how)
-
-
-def tokens_of(engines, requests, meanwhile=lambda: None):
-    """Answers to requests; something happens when the first of them is there."""
-    happened = []
-
-    async def generate(request):
-        completion = await engines.generate(request)
-        if not happened:
-            happened.append(True)
-            meanwhile()
-        return completion
-
-    return [each.token_ids for each in wait_for(answer(generate, requests))]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +132,18 @@ def bench(joined_cluster, tiny_folder):
     engines.start(CPU)
     yield Bench(tiny_folder, engines, lambda: engine_pids(engines))
     engines.stop()
+
+
+@pytest.mark.slow
+@starts_ray
+def test_a_hung_replica_is_started_anew_and_another_one_asked(bench):
+    requests = make_requests(*make_conformance_prompts((9, 4, 7, 12), num_samples=16), SAMPLING)
+    expected = wait_for(answer(bench.engine.generate, requests))
+    os.kill(bench.pids()[0], signal.SIGSTOP)
+
+    completions = wait_for(answer(bench.engine.generate, requests))
+
+    assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
 
 
 @pytest.mark.slow

@@ -383,7 +383,7 @@ class PostTrainingModule(LightningModule):
         checkpoint["state_dict"] = with_frozen(self, checkpoint["state_dict"])
 
     def optimizer_config(self, role: ModelRole) -> dict[str, Any]:
-        """Returns one entry of ``configure_optimizers``; its learning rate is logged as ``lr/<role>``."""
+        """Returns one entry of ``configure_optimizers``; `LearningRateMonitor` logs its rates below ``lr/<role>``."""
         optim = role.config.optim
         optimizer = self.contract.make_optimizer(getattr(self, role.name), optim)
         schedule = make_schedule(optimizer, optim, self.trainer.max_steps, f"{role.key}.optim")

@@ -119,7 +119,7 @@ def sft_features(bench: Bench) -> dict[str, Any]:
     stopping = EarlyStopping("val/loss", min_delta=10, patience=1)
     return {
         "whole": whole,
-        "rates": [float(row["lr/actor"]) for row in read_metrics(folder) if row.get("lr/actor")],
+        "rates": [float(row["lr/actor/pg1"]) for row in read_metrics(folder) if row.get("lr/actor/pg1")],
         "resumed": fit_sft(bench, ckpt_path=folder / "step=2.ckpt"),
         "stopped": fit_sft(bench, stopping)["global_step"],
         "dry": fit_sft(bench, fast_dev_run=2, accumulate_grad_batches=1, max_steps=-1),
