@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.tiny import tiny_tokenizer
 from verl_lightning.modules.judge import Judge, scale_warning
 from verl_lightning.rewards.pool import RewardConfig
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
@@ -26,7 +27,9 @@ def try_out(tmp_path):
     def run(source):
         (tmp_path / "reward.py").write_text(source)
         timeout = 1.0 if "while True" in source else 30.0  # a busy machine must not stop those that end
-        judges.append(Judge(RewardConfig(function=f"{tmp_path}/reward.py:f", num_workers=1, timeout=timeout), None))
+        judges.append(
+            Judge(RewardConfig(function=f"{tmp_path}/reward.py:f", num_workers=1, timeout=timeout), tiny_tokenizer())
+        )
         judges[-1].start()
         judges[-1].try_out(ROWS)
 

@@ -21,8 +21,8 @@ def check_plan(trainer: Trainer) -> None:
     Raises:
         MisconfigurationException: If there are no steps or no batches.
     """
-    numbers = {"limit_train_batches": trainer.limit_train_batches, "max_steps": trainer.max_steps}
-    for complaint in nothing_to_train(numbers):
+    names = ("limit_train_batches", "max_epochs", "max_steps")
+    for complaint in nothing_to_train({name: getattr(trainer, name) for name in names}):
         raise MisconfigurationException(complaint)
 
 
