@@ -133,7 +133,7 @@ class _Process:
         self._reader = threading.Thread(target=self._run, name="tools", daemon=True)
         self._reader.start()
         self._process = self._has_begun.result()
-        started = self.send({"functions": functions, "sys_path": [str(path) for path in sys.path]})
+        started = self.send({"functions": functions, "sys_path": [*map(str, sys.path), os.getcwd()]})
         try:
             failed = started.result(_START_SECONDS).get("failed") or started.result().get("error")
         except TimeoutError:

@@ -163,7 +163,7 @@ class RewardPool:
             "parts": [vars(p) | {"function": to_wire(p.function), "label": p.label} for p in self.config.parts],
             "is_sum": self.config.function is None,
             "timeout": self.config.timeout,
-            "sys_path": [str(path) for path in sys.path],
+            "sys_path": [*map(str, sys.path), os.getcwd()],
         }
         environment = worker_environment(os.environ, self.config.environment)
         return WorkerProcess(encode_line(first_line), environment=environment, start_timeout=_START_SECONDS)
