@@ -82,7 +82,6 @@ def test_a_missing_package_is_named(flag, package, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_tasks_of_lm_eval_are_answered_by_the_engine(tmp_path, tiny_folder, prompt_file, capsys, monkeypatch):
     """By hand, where `lm_eval` is installed beside this package."""
-    pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
     rows = [{"question": "sort 21", "answer": "12", "choices": ["12", "21"]}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -43,9 +43,9 @@ def test_a_game_of_gymnasium_is_played_in_words():
     assert episode.episode.rewards == [-0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.oracle
 def test_an_environment_of_a_server_of_openenv_is_played():
-    """A server in a thread that wants the number of its seed."""
-    pytest.importorskip("openenv", reason="`openenv-core` is not installed")
+    """A server in a thread that wants the number of its seed; needs `openenv-core`."""
     from tests.environments.openenv_server import served
 
     with served() as url:

@@ -27,7 +27,7 @@ from transformers import (
 from tests.tiny import quickstart
 
 HAS_NUM2WORDS = importlib.util.find_spec("num2words") is not None
-SMOLVLM = pytest.param("smolvlm", marks=pytest.mark.skipif(not HAS_NUM2WORDS, reason="its processor needs num2words"))
+SMOLVLM = pytest.param("smolvlm", marks=pytest.mark.oracle)  # its processor needs num2words
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", SMOLVLM]
 TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
