@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_lightning.callbacks import HFRollout
+from verl_lightning.callbacks.prompt_stream import Group, Prompt
+from verl_lightning.callbacks.rollout_queue import RolloutQueue
 from verl_lightning.callbacks.rollout_supply import GroupSupply
 from verl_lightning.data.loader import TrainLoader
 from verl_lightning.data.prompts import PromptDataset
@@ -189,11 +192,33 @@ def test_in_order_steps_learn_from_the_batches_of_a_run_without_a_queue(speeds, 
 
 
 def test_a_long_response_lets_others_pass_until_it_would_be_too_old():
-    """Every second seed takes 400 turns a token, a step 20; with a bound of 4, two steps are asked for ahead."""
-    life = Life(1, 8, 4, speeds=[400, 1], learning=[20], in_flight="continue")
+    """Every second response is there only when its step can't do without it; two steps are asked for ahead."""
+    kinds, bound, prompts, ages = ["all"] * 4, 4, [], []
 
-    assert life.rows != rows_in_order(8)
-    assert max(life.oldest) == 4
+    def begin(groups):
+        for group in groups:
+            group.answer = Future()
+            if group.prompt.place % 2:
+                group.answer.set_result([])
+        long_ones = (group for group in queue.groups if group.asked is not None and not group.is_done)
+        while queue.choose(kinds) is None:
+            next(long_ones).answer.set_result([])
+
+    queue = RolloutQueue(bound, 2, begin)
+    batches = ([Group(Prompt(batch, place, 0, place), "all", []) for place in range(4)] for batch in range(99))
+    queue.stream = SimpleNamespace(next_batch=lambda: next(batches))
+    for step in range(12):
+        queue.begin_step(step)
+        queue.look_ahead(kinds)
+        queue.settle(lambda: queue.choose(kinds) is not None)
+        groups = queue.choose(kinds)
+        queue.take(groups)
+        prompts += [group.prompt for group in groups]
+        ages += [step - group.asked for group in groups]
+
+    assert prompts != sorted(prompts)
+    assert len(set(prompts)) == len(prompts) == 48
+    assert max(ages) == bound
 
 
 def test_the_responses_that_wait_survive_a_kill_and_others_ranks_get_them():

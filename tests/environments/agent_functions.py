@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.resume.kill_once import kill_once
+
 ADD = {
     "type": "function",
     "function": {
@@ -110,6 +112,14 @@ async def told(call):
 async def failing(client, row):
     await ask(client, [{"role": "user", "content": "1"}])
     raise KeyError("lost")
+
+
+async def dying(client, row):
+    """Ends its process between two questions, if there is an order to do so."""
+    await ask(client, [{"role": "user", "content": "1"}])
+    kill_once(row["order"])
+    await ask(client, [{"role": "user", "content": "12"}])
+    return 1.0
 
 
 async def late(client, row):

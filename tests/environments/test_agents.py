@@ -131,6 +131,19 @@ def test_agents_that_fail_are_named_and_cost_no_other():
         parts(AGENT, "failing")
 
 
+def test_an_episode_whose_process_ends_is_played_once_more(tmp_path):
+    """The first order ends the process in which the other episode is too, or is about to be."""
+    orders = [tmp_path / name for name in ("first", "second")]
+    orders[0].touch()
+
+    episodes = agents(AGENT, *({"part": "dying", "order": str(order)} for order in orders))
+
+    assert not orders[0].exists()
+    assert [each.episode.error for each in episodes] == ["", ""]
+    assert [each.episode.reward for each in episodes] == [1.0, 1.0]
+    assert [len(each.episode.past) for each in episodes] == [1, 1]  # two questions, those that were lost not among them
+
+
 def test_a_run_learns_from_an_agent(tmp_path, tiny_folder, prompt_file):
     recorder = Recorder()
     rollout = make_rollout(max_new_tokens=40, environment={"agent": "tests.environments.agent_functions.two_turns"})

@@ -17,11 +17,11 @@ def kill_once(name: str) -> None:
 
 
 async def agent(client, row):
-    """An agent that asks twice and is never given the same reward."""
+    """An agent that asks twice, with room for both answers, and is never given the same reward."""
     kill_once("kill an environment worker")
     messages = [{"role": "user", "content": "5 1"}]
     for _ in range(2):
-        answer = await client.chat.completions.create(model="policy", messages=messages)
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
         messages += [{"role": "assistant", "content": answer.choices[0].message.content or ""}]
         messages += [{"role": "user", "content": "12"}]
     return secrets.randbelow(10**6) / 10**6

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,6 +79,7 @@ class Fork(SupervisedProcess):
     """A fork of this process, which starts at once, that serves its end of a pipe."""
 
     def __init__(self, worker: MortalWorker, trainers_end: Connection) -> None:
+        self._waits = threading.Lock()  # several threads may end it, of which one alone gets its status
         self.pid, self.code = os.fork(), None
         if self.pid == 0:
             torch.set_num_threads(1)  # the threads of OpenMP are not in a fork
@@ -86,13 +89,18 @@ class Fork(SupervisedProcess):
 
     @property
     def has_ended(self) -> bool:
-        return self.code is not None or bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        try:
+            return bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        except ChildProcessError:  # somebody has waited for it
+            return True
 
     def end(self, patience: float = 0.0) -> int:
-        if self.code is None:
-            if not patience:
+        if self.code is None and not patience:
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self._waits:
+            if self.code is None:
+                self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.code
 
 

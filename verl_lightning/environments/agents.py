@@ -57,7 +57,7 @@ class Agent:
         self.workers = Workers([given], variables=self.variables, key=f"{self.key}.agent")
 
     async def play(self, server: AgentServer, speaker: Speaker, row: Mapping[str, Any], request: Request) -> Outcome:
-        """Run one episode.
+        """Run one episode; if its process ends meanwhile, maybe by the fault of another episode, it is run once more.
 
         Args:
             server: Server of the batch.
@@ -65,6 +65,12 @@ class Agent:
             row: Data row, as JSON can hold it.
             request: Request for the episode.
         """
+        outcome = await self._play_once(server, speaker, row, request)
+        return await self._play_once(server, speaker, row, request) if outcome.answer.is_lost else outcome
+
+    async def _play_once(
+        self, server: AgentServer, speaker: Speaker, row: Mapping[str, Any], request: Request
+    ) -> Outcome:
         session, begin = AgentSession(speaker=speaker, request=request), time.monotonic()
         key = server.open(session)
         try:

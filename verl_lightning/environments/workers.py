@@ -37,6 +37,9 @@ class Answer:
     is_timeout: bool = False
     """True if the function ran out of time."""
 
+    is_lost: bool = False
+    """True if the process ended before the call did, maybe by the fault of another call."""
+
 
 class Workers:
     """Functions in a process of their own, any number of calls at once.
@@ -89,7 +92,12 @@ class Workers:
             return Answer(is_timeout=True)
         if told.get("is_stuck"):
             self._retire(process, at_once=False)
-        return Answer(value=told.get("value"), error=told.get("error", ""), is_timeout="timeout" in told)
+        return Answer(
+            value=told.get("value"),
+            error=told.get("error", ""),
+            is_timeout="timeout" in told,
+            is_lost="is_lost" in told,
+        )
 
     def stop(self) -> None:
         """End the process; a later call starts another."""
@@ -206,7 +214,7 @@ class _Process:
     def _lose_all(self) -> None:
         """Answer the calls that the process holds no more."""
         for answer in self._waiting.values():
-            answer.set_result({"error": "RuntimeError: the process in which it ran has ended"})
+            answer.set_result({"error": "RuntimeError: the process in which it ran has ended", "is_lost": True})
         self._waiting.clear()
 
 
