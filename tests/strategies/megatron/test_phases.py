@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.strategies.megatron.cpu import pretend_cuda
 
 def under_megatron(folder: Path, model: Path, files: dict[str, Path]) -> Any:
     """Whole and killed, on one process."""
+    warnings.simplefilter("default")  # Megatron warns of defaults of its own
     pretend_cuda()
     return whole_and_killed(folder, model, files, "megatron", 1)
 
