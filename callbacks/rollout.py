@@ -145,12 +145,12 @@ class RolloutCallback(EngineCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, SamplingModule):
-            return
-        if self.max_staleness or pl_module.dynamic_sampling is not None or self._saved:
+        module = cast(SamplingModule, pl_module)
+        refills = isinstance(pl_module, SamplingModule) and module.dynamic_sampling is not None
+        if self.max_staleness or refills or self._saved:
             check_order(trainer, self.max_staleness)
             keeps_order = self.in_flight == "finish"
-            self._supply = GroupSupply(self, pl_module, self.max_staleness, keeps_order=keeps_order)
+            self._supply = GroupSupply(self, module, self.max_staleness, keeps_order=keeps_order)
             if self._saved:
                 self._supply.restore(self._saved)
                 self._weights_version = max(self._weights_version, *self._saved["steps"])

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
@@ -97,5 +98,7 @@ def whole_and_killed(
     _, rows = run_phases(folder / "whole", model, files, **options)
     with suppress(Killed):
         run_phases(folder / "killed", model, files, KILLS["on the border"], **options)
+    if dist.is_initialized():  # one that starts again finds what all had written when they died
+        dist.barrier()
     _, killed = run_phases(folder / "killed", model, files, **options)
     return [rows, killed]
