@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl_lightning.processes.module_path import follow_module_path
 from verl_lightning.rewards.given import from_wire
 from verl_lightning.rewards.loading import find_object
 from verl_lightning.rewards.wire import encode_line
@@ -38,7 +39,7 @@ def main() -> None:
 
 def load(start: Mapping[str, Any], pipes: Pipes, tag: bytes) -> list[Callable[..., Any]]:
     """Loads the functions that the parent names; ends the process if one is not there."""
-    sys.path.extend(path for path in start["sys_path"] if path not in sys.path)
+    follow_module_path(start["sys_path"])
     try:
         functions = [load_function(name) for name in start["functions"]]
     except ValueError as error:

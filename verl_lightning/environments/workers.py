@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verl_lightning.processes.module_path import module_path
 from verl_lightning.processes.supervisor import SupervisedProcess
 from verl_lightning.rewards.environment import worker_environment
 from verl_lightning.rewards.given import given_function, to_wire
@@ -141,7 +141,7 @@ class _Process:
         self._reader = threading.Thread(target=self._run, name="tools", daemon=True)
         self._reader.start()
         self._process = self._has_begun.result()
-        started = self.send({"functions": functions, "sys_path": [*map(str, sys.path), os.getcwd()]})
+        started = self.send({"functions": functions, "sys_path": module_path()})
         try:
             failed = started.result(_START_SECONDS).get("failed") or started.result().get("error")
         except TimeoutError:

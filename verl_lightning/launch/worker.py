@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from verl_lightning.launch.reporter import NodeLeavingError, Reporter, newest_ch
 from verl_lightning.launch.task import Task
 from verl_lightning.modules.preemption import Preempted
 from verl_lightning.processes.exit_codes import Ending, ExitCode
+from verl_lightning.processes.module_path import follow_module_path
 from verl_lightning.ray.actors import ActorsLostError
 from verl_lightning.rollout.process import EngineDiedError
 from verl_lightning.run_folders import name_of
@@ -131,7 +131,7 @@ def enter_folder(task: Task) -> None:
             " Start it in a folder that all nodes share, such as one on NFS."
         )
     os.chdir(task.folder)
-    sys.path.extend(path for path in task.sys_path if path not in sys.path)
+    follow_module_path(task.sys_path)
 
 
 def restart_words(task: Task) -> list[str]:

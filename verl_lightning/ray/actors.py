@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_lightning.faults import RunError
+from verl_lightning.processes.module_path import follow_module_path
 from verl_lightning.ray.cluster import Demand, PlacementError, connect, require
 
 START_SECONDS = 600.0
@@ -42,7 +43,7 @@ class RuntimeEnvironment:
         """Makes it the environment of this process, as far as this node has it."""
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        sys.path.extend(path for path in self.sys_path if path not in sys.path)
+        follow_module_path(self.sys_path)
 
 
 def on_this_node() -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import selectors
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_lightning.faults import RunError
+from verl_lightning.processes.module_path import module_path
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.config import RewardConfig
 from verl_lightning.rewards.environment import worker_environment
@@ -163,7 +163,7 @@ class RewardPool:
             "parts": [vars(p) | {"function": to_wire(p.function), "label": p.label} for p in self.config.parts],
             "is_sum": self.config.function is None,
             "timeout": self.config.timeout,
-            "sys_path": [*map(str, sys.path), os.getcwd()],
+            "sys_path": module_path(),
         }
         environment = worker_environment(os.environ, self.config.environment)
         return WorkerProcess(encode_line(first_line), environment=environment, start_timeout=_START_SECONDS)

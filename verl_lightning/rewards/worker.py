@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from verl_lightning.processes.module_path import follow_module_path
 from verl_lightning.rewards.base import RewardSample
 from verl_lightning.rewards.environment import resolve_references
 from verl_lightning.rewards.judging import Judges, Outcome, Part, traceback_text
@@ -96,7 +97,7 @@ class Pipes:
 
 def load(start: dict[str, Any], pipes: Pipes, tag: bytes) -> Judges:
     """Loads the functions that the pool names; ends the process if one is not there."""
-    sys.path.extend(path for path in start["sys_path"] if path not in sys.path)
+    follow_module_path(start["sys_path"])
     try:
         parts = [load_part(part) for part in start["parts"]]
     except ValueError as error:
