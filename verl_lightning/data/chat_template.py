@@ -49,12 +49,20 @@ class ChatTemplate:
         text: The template.
         special_tokens: Names and texts of special tokens.
         added_tokens: Texts of all added tokens, which the tokenizer finds in a text before it splits the rest.
+        special_texts: Pattern of the texts of special tokens; None where there are none.
     """
 
-    def __init__(self, text: str, special_tokens: dict[str, Any], added_tokens: frozenset[str]) -> None:
+    def __init__(
+        self,
+        text: str,
+        special_tokens: dict[str, Any],
+        added_tokens: frozenset[str],
+        special_texts: re.Pattern[str] | None,
+    ) -> None:
         self.text = text
         self.special_tokens = special_tokens
         self.added_tokens = added_tokens
+        self.special_texts = special_texts
         self.checked: dict[str, tuple[int, str] | None] = {}
 
     @property
@@ -191,5 +199,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> ChatTempl
     templates, key = _found.setdefault(tokenizer, {}), (text, str(special))
     if key not in templates:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
-        templates[key] = ChatTemplate(text, special, frozenset(added))
+        templates[key] = ChatTemplate(text, special, frozenset(added), _special_texts(tokenizer))
     return templates[key]
+
+
+def _special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Returns the pattern of the texts of special tokens: a tokenizer makes one of such a text wherever it stands."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None

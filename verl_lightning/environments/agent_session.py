@@ -1,4 +1,4 @@
-"""What one agent asks of the policy in its episode, kept as tokens: each history is a trajectory."""
+"""Requests of one agent to the policy in its episode, kept as tokens: each history is a trajectory."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class AgentSession:
     _num_calls: int = 0
 
     def learnt_from(self) -> list[Trajectory]:
-        """Return the histories with turns of the policy, each up to its last one, in the order of these."""
+        """Return the histories with turns of the policy, each up to its last one, by their newest turns."""
         spoken = [trajectory for trajectory in self.trajectories if trajectory.num_turns]
         for trajectory in spoken:
             trajectory.cut(trajectory.ends[-1])

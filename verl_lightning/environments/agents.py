@@ -83,7 +83,7 @@ class Agent:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an agent's episode came to."""
+    """Result of an agent's episode."""
 
     session: AgentSession
     """Histories of the episode."""

@@ -1,4 +1,4 @@
-"""What the policy reads between its turns: the new messages alone, as the difference of two renderings."""
+"""Messages that the policy reads between its turns: the new messages alone, as the difference of two renderings."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Chat:
 
     def _clean(self, messages: Sequence[Message], name: str) -> list[Message]:
         """Return messages in which no text of others spells a special token, such as one that ends a turn."""
-        marks, cleaned = special_texts(self._tokenizer), clean_messages(list(messages), name=name)
+        marks, cleaned = self._renderer.template.special_texts, clean_messages(list(messages), name=name)
         if marks is None:
             return cleaned
         return [
@@ -183,17 +183,6 @@ class Chat:
         if KEY in thought and KEY not in later:
             return f"it leaves out what the assistant thought once a message of `{role}` follows"
         return None
-
-
-def special_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Returns what finds the texts of special tokens; None where there are none.
-
-    Args:
-        tokenizer: Tokenizer, which makes a special token of such a text wherever it stands.
-    """
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 def _broken(found: re.Match[str]) -> str:

@@ -162,31 +162,32 @@ class Player:
             step = await self._step(talk, completion)
             if step.done:
                 return
-            is_last = completion.is_truncated or trajectory.turns_before + trajectory.num_turns == self.config.max_turns
+            is_last = completion.is_truncated or trajectory.turns_of_episode == self.config.max_turns
             if is_last or not self._go_on(talk, step, completion, request):
                 self.trajectory.is_truncated = True
                 return
 
     def _go_on(self, talk: Talk, step: Step, completion: Completion, request: Request) -> bool:
         """Add what the policy reads next; tell whether it has room to answer."""
-        trajectory, limit = self.trajectory, request.sampling.max_new_tokens
+        trajectory = self.trajectory
         messages = self._rendered(lambda: as_messages(step.messages))
         if not messages:
             raise EpisodeError(f"{self.name}: `step` must return messages, or say that the episode is `done`.")
-        said = list(talk.messages)
         try:
             reply = self._rendered(lambda: talk.add_reply(messages, self.policy.last(completion.token_ids)))
         except HistoryError:
             assert isinstance(talk, Chat)
+            said = talk.messages
             prompt = self._rendered(partial(talk.begin_anew, messages))
             has_room = self.max_prompt_length is None or len(prompt) <= self.max_prompt_length
             if has_room:
                 trajectory.messages = said
                 self.past.append(trajectory.as_past())
-                before = trajectory.turns_before + trajectory.num_turns
-                self.trajectory = Trajectory(prompt_ids=prompt, turns_before=before, metrics=trajectory.metrics)
+                self.trajectory = Trajectory(
+                    prompt_ids=prompt, turns_before=trajectory.turns_of_episode, metrics=trajectory.metrics
+                )
             return has_room
-        if len(trajectory.ids) + len(reply) >= limit:
+        if len(trajectory.ids) + len(reply) >= request.sampling.max_new_tokens:
             return False
         trajectory.add_read(reply)
         return True
@@ -240,11 +241,9 @@ class Player:
     def _rendered(self, render: Callable[[], T]) -> T:
         try:
             return render()
-        except HistoryError as error:
-            if self.config.history == "split":
-                raise
-            raise EpisodeError(f"{self.name}: {error}") from error
         except ValueError as error:
+            if isinstance(error, HistoryError) and self.config.history == "split":
+                raise
             raise EpisodeError(f"{self.name}: {error}") from error
 
     async def _close(self) -> None:

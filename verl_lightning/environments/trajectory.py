@@ -14,7 +14,7 @@ from verl_lightning.seeding import derive_seed
 
 @dataclass(kw_only=True, eq=False)
 class Trajectory:
-    """What was said in an episode so far, token by token."""
+    """Words of an episode so far, token by token."""
 
     prompt_ids: list[int]
     """Tokens that the policy's first turn follows."""
@@ -54,6 +54,11 @@ class Trajectory:
         """Turns of the policy."""
         return len(self.ends)
 
+    @property
+    def turns_of_episode(self) -> int:
+        """Turns of the policy in the episode so far."""
+        return self.turns_before + self.num_turns
+
     def next_request(self, request: Request) -> Request:
         """Returns the request for the policy's next turn.
 
@@ -61,7 +66,7 @@ class Trajectory:
             request: Request for the first turn, whose ``max_new_tokens`` bounds all that follows the prompt.
         """
         room = request.sampling.max_new_tokens - len(self.ids)
-        turn = self.turns_before + self.num_turns
+        turn = self.turns_of_episode
         return Request(
             prompt_ids=self.prompt_ids + self.ids,
             sampling=dataclasses.replace(request.sampling, max_new_tokens=room),
