@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from verl_lightning.modules.base import PostTrainingModule
+from verl_lightning.modules.judge import ground_truth
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.types import PromptBatch
 
@@ -105,5 +106,5 @@ class ResponseMetrics(Callback):
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:
-    truth = (row.get("reward_model") or {}).get("ground_truth")
+    truth = ground_truth(row)
     return None if truth is None else str(truth)

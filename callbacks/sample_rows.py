@@ -13,7 +13,7 @@ import torch
 from verl_lightning.callbacks.json_files import to_json
 from verl_lightning.episodes import Episode, PastTrajectory
 from verl_lightning.modules.base import PostTrainingModule
-from verl_lightning.modules.judge import RewardResult
+from verl_lightning.modules.judge import RewardResult, ground_truth
 from verl_lightning.pictures import thumbnail
 from verl_lightning.types import Experience, Rollout
 
@@ -78,7 +78,7 @@ def make_rows(
                 "prompt": limits.cut(_said(row)),
                 "response": limits.cut(reward_result.responses[index]),
                 "reward": rewards[index],
-                "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+                "ground_truth": ground_truth(row),
                 "reward_parts": _parts(reward_result, index),
                 "is_truncated": is_truncated[index],
                 **({} if advantages is None else {"advantage": advantages[index]}),

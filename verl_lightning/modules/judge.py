@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -206,7 +206,7 @@ class Judge:
             return
         notes: set[str | None] = set()
         for row in rows:
-            responses = trial_responses((row.get("reward_model") or {}).get("ground_truth"))
+            responses = trial_responses(ground_truth(row))
             tokens = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
             samples = [make_sample(row, text, False, ids) for text, ids in zip(responses, tokens, strict=True)]
             results = self._pool.score(samples, max_error_share=1.0)
@@ -270,9 +270,7 @@ class Judge:
 
     def _score_all(self, rollout: Rollout, rows: Sequence[dict[str, Any]]) -> tuple[list[str], RewardResults]:
         tokens = response_tokens(rollout)
-        responses: list[str] = self._tokenizer.batch_decode(
-            tokens, skip_special_tokens=self._config.skip_special_tokens
-        )
+        responses = self._texts(tokens)
         if self._pool is None:
             return responses, RewardResults(rewards=[0.0] * len(rollout), components={})
         prompts = [rows[index] for index in rollout.prompt_index.tolist()]
@@ -376,12 +374,17 @@ def _relative_spread(rewards: Sequence[float]) -> float:
     return (max(rewards) - min(rewards)) / max(max(map(abs, rewards)), sys.float_info.min)
 
 
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """Returns the right answer to a row's prompt; None if the row has none."""
+    return (row.get("reward_model") or {}).get("ground_truth")
+
+
 def make_sample(row: dict[str, Any], response: str, is_truncated: bool, token_ids: list[int]) -> RewardSample:
     """Makes the reward function's input from a row and a response; unknown columns go into ``extra_info``."""
     others = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
     return RewardSample(
         response=response,
-        ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+        ground_truth=ground_truth(row),
         data_source=row["data_source"],
         prompt=row["prompt"],
         extra_info=others | (row.get("extra_info") or {}),

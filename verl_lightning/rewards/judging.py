@@ -14,7 +14,7 @@ from verl_lightning.rewards.signatures import BoundReward
 _MAX_TRACEBACK = 20_000  # characters
 
 Outcome = dict[str, Any]
-"""What became of a sample: ``{"reward": float or None, "components": {name: float}, "unlogged": [name]}``, ``{"error":
+"""Outcome of a sample: ``{"reward": float or None, "components": {name: float}, "unlogged": [name]}``, ``{"error":
 traceback, "is_mistake": bool}``, or ``{"timeout": seconds}``."""
 
 
@@ -67,7 +67,7 @@ class Judges:
 
         Args:
             samples: Samples of a unit.
-            outcomes: What `judge` returned for them.
+            outcomes: Outcomes that `judge` returned for them.
         """
         from asyncio import gather  # late: importing it takes as long as all else that a worker needs
 

@@ -101,7 +101,7 @@ def find_object(name: str, label: str, ways_out: str) -> Any:
     except BaseException as error:  # a user's module may raise anything, `sys.exit` included
         raise ValueError(f"{label} does not import: {type(error).__name__}: {error}. {ways_out}") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"{no_attribute(label, module.__file__, attribute, dir(module))} {ways_out}")
+        raise ValueError(f"{_no_attribute(label, module.__file__, attribute, dir(module))} {ways_out}")
     return getattr(module, attribute)
 
 
@@ -113,10 +113,10 @@ def no_function(name: str, names: Collection[str]) -> str:
         names: Names that the file has.
     """
     file, _, attribute = name.rpartition(":")
-    return f"{no_attribute(f'The reward `function: {name}`', file, attribute, names)} {_ways_out()}"
+    return f"{_no_attribute(f'The reward `function: {name}`', file, attribute, names)} {_ways_out()}"
 
 
-def no_attribute(label: str, file: object, attribute: str, names: Collection[str]) -> str:
+def _no_attribute(label: str, file: object, attribute: str, names: Collection[str]) -> str:
     """Says that a file has no object of a name, and which may have been meant."""
     return f"{label} does not import: `{file}` has no `{attribute}`.{closest(attribute, names)}"
 
