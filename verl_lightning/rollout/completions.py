@@ -107,6 +107,25 @@ def to_rollout(
     return rollout.to(device)
 
 
+def token_fields(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_token_id: int
+) -> dict[str, Any]:
+    """Returns the tokens of sequences and their mask, prompts padded on the left and responses on the right.
+
+    Args:
+        prompts: Tokens of each prompt.
+        responses: Tokens after each prompt.
+        pad_token_id: Token that fills the padding.
+    """
+    asked, prompt_mask = pad_left(prompts, pad_token_id), pad_left([[True] * len(ids) for ids in prompts], False)
+    tokens = [torch.tensor(each) for each in responses]
+    is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
+    return {
+        "input_ids": torch.cat([asked, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
+        "attention_mask": torch.cat([prompt_mask, is_real], 1),
+    }
+
+
 def padded(
     prompts: Sequence[list[int]], answers: Sequence[Completion | PastTrajectory], pad_token_id: int
 ) -> dict[str, Any]:
@@ -117,14 +136,10 @@ def padded(
         answers: Answer to each prompt.
         pad_token_id: Token that fills the padding.
     """
-    asked, prompt_mask = pad_left(prompts, pad_token_id), pad_left([[True] * len(ids) for ids in prompts], False)
-    tokens = [torch.tensor(each.token_ids) for each in answers]
-    is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
     is_own = [torch.tensor(each.is_own or [True] * len(each.token_ids)) for each in answers]
     log_probs = [torch.tensor(each.log_probs) for each in answers]
     return {
-        "input_ids": torch.cat([asked, pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)], 1),
-        "attention_mask": torch.cat([prompt_mask, is_real], 1),
+        **token_fields(prompts, [each.token_ids for each in answers], pad_token_id),
         "response_mask": pad_sequence(is_own, batch_first=True),
         "rollout_log_probs": pad_sequence(log_probs, batch_first=True),
         "is_truncated": torch.tensor([each.is_truncated for each in answers]),

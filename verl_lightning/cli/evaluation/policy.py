@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from verl_lightning.modules.sampling import SamplingModule
 from verl_lightning.rollout.base import Completion, Request, SamplingConfig
-from verl_lightning.rollout.completions import answer, pad_left, wait_for
+from verl_lightning.rollout.completions import answer, token_fields, wait_for
 from verl_lightning.seeding import derive_seed, run_seed
 from verl_lightning.types import TokenBatch
 
@@ -108,16 +107,10 @@ class Policy:
 
     def _batch(self, pairs: Sequence[tuple[list[int], list[int]]]) -> TokenBatch:
         """The pairs as rows on the model's device."""
-        prompts = pad_left([prompt for prompt, _ in pairs], self.tokenizer.pad_token_id)
-        prompt_mask = pad_left([[True] * len(prompt) for prompt, _ in pairs], False)
-        tokens = [torch.tensor(response) for _, response in pairs]
-        responses = pad_sequence(tokens, batch_first=True, padding_value=self.tokenizer.pad_token_id)
-        is_real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in tokens], batch_first=True)
-        return TokenBatch(
-            input_ids=torch.cat([prompts, responses], 1),
-            attention_mask=torch.cat([prompt_mask, is_real], 1),
-            response_mask=is_real,
-        ).to(self.module.device)
+        prompts, responses = zip(*pairs, strict=True)
+        fields = token_fields(prompts, responses, self.tokenizer.pad_token_id)
+        is_real = fields["attention_mask"][:, max(map(len, prompts)) :]
+        return TokenBatch(**fields, response_mask=is_real).to(self.module.device)
 
     def are_greedy(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[bool]:
         """Tells of each pair whether the engine's most probable tokens after the first ones are the second.

@@ -40,7 +40,8 @@ class Evaluation(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, SamplingModule)
-        rollout = next(each for each in trainer.callbacks if isinstance(each, RolloutCallback))  # type: ignore[attr-defined]
+        rollout = pl_module.rollout_source
+        assert isinstance(rollout, RolloutCallback)
         self.scores = self.ask(Policy(pl_module, rollout.ready_to_answer(pl_module)))
 
 
