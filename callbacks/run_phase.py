@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from verl_lightning.callbacks.hf_checkpoint import HFCheckpoint
+from verl_lightning.callbacks.json_files import write_whole
 from verl_lightning.modules.base import PostTrainingModule
 from verl_lightning.modules.ending import ending_of
 from verl_lightning.processes.exit_codes import ExitCode
@@ -51,9 +52,7 @@ def read_progress(run: Path) -> list[FinishedPhase]:
 
 def write_progress(run: Path, phases: Sequence[FinishedPhase]) -> None:
     """Writes the finished phases of a run; a kill leaves those that were there."""
-    draft = run / f".{PROGRESS_FILE}.tmp"
-    draft.write_text(json.dumps([asdict(phase) for phase in phases], indent=2))
-    draft.replace(run / PROGRESS_FILE)
+    write_whole(run / PROGRESS_FILE, json.dumps([asdict(phase) for phase in phases], indent=2))
 
 
 class RunPhase(Callback):

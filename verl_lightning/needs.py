@@ -35,6 +35,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 DATA_SUFFIXES = (".jsonl", ".parquet", ".json", ".csv")
 """Ends of the names of data files."""
 
+OWN_STRATEGIES = ("ddp", "fsdp", "megatron")
+"""Names of our strategies, which are those of their groups of settings too."""
+
 DDP_NAMES = {"ddp_find_unused_parameters_true": True, "ddp_find_unused_parameters_false": False}
 """Lightning's names of `ddp` with a setting, and the setting."""
 
@@ -353,7 +356,7 @@ def missing_strategy(name: str, module: str) -> str | None:
         name: Value of ``trainer.strategy``.
         module: Name of the class that is trained.
     """
-    if name in ("auto", "ddp", "fsdp", "megatron", "single_device"):
+    if name in ("auto", *OWN_STRATEGIES, "single_device"):
         return None
     instead = "fsdp" if name.startswith(("deepspeed", "fsdp")) else "ddp"
     return (
@@ -371,7 +374,7 @@ def strayed_flag(words: Sequence[str], strategy: str) -> str | None:
     """
     for word in words:
         group, _, option = word.removeprefix("--").partition("=")[0].partition(".")
-        is_flag = word.startswith("--") and option and group in ("ddp", "fsdp", "megatron")
+        is_flag = word.startswith("--") and option and group in OWN_STRATEGIES
         is_of_ddp = group == "ddp" and strategy in ("auto", *DDP_NAMES)  # `auto` takes it for several devices
         if is_flag and group != strategy and not is_of_ddp:
             return (

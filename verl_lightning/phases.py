@@ -15,7 +15,7 @@ from verl_lightning.callbacks.resume_wandb import ResumeWandb
 from verl_lightning.callbacks.run_phase import PHASE_KEY, FinishedPhase, RunPhase, read_progress
 from verl_lightning.faults import RunError
 from verl_lightning.loggers import ResumableCSVLogger, count_steps_from
-from verl_lightning.run_folders import CHECKPOINTS, PHASES, rank
+from verl_lightning.run_folders import CHECKPOINTS, PHASES, checkpoints_of, rank
 from verl_lightning.run_records import NAME, version_of
 from verl_lightning.seeding import reseed, run_seed
 from verl_lightning.strategies.checkpoints import read_settings
@@ -130,12 +130,11 @@ class Phases:
         trainer.loggers = self.loggers
         phase = RunPhase(name, self.done, is_last=is_last)
         callbacks.insert(0, phase)
-        wandb = [logger for logger in self.loggers if isinstance(logger, WandbLogger)]
-        if wandb and not any(isinstance(callback, ResumeWandb) for callback in callbacks):
+        has_wandb = any(isinstance(logger, WandbLogger) for logger in self.loggers)
+        if has_wandb and not any(isinstance(callback, ResumeWandb) for callback in callbacks):
             callbacks.insert(0, ResumeWandb())
-        newest = self.newest_checkpoint()
-        if wandb and newest is not None:
-            ResumeWandb().continue_from(trainer, newest)
+        if has_wandb and self.folder is not None and (found := checkpoints_of(self.folder)):
+            ResumeWandb().continue_from(trainer, max(found, key=rank))
         for logger in self.loggers:
             count_steps_from(logger, phase.first_step)
         # A phase begins alike whether an earlier one has run in this process or in one before.
@@ -150,11 +149,6 @@ class Phases:
         self.folder = phase.run
         self.done.append(phase.finished)
         return True
-
-    def newest_checkpoint(self) -> Path | None:
-        """Finds the newest checkpoint of any phase in the run's folder."""
-        found = [] if self.folder is None else self.folder.glob(f"{PHASES}/*/{CHECKPOINTS}/[!.]*.ckpt")
-        return max(found, key=rank, default=None)
 
     def last_checkpoint(self, name: str, trainer: Trainer) -> Path | None:
         """Finds the checkpoint from which a phase that had begun goes on; None if there is none.

@@ -89,8 +89,8 @@ def check_all(arguments: Sequence[str], phases: Sequence[PhaseSettings] | None) 
     """Refuses settings that can't be read, or that ask for what this machine has not.
 
     Args:
-        arguments: From `normalize_arguments`.
-        phases: From `split_phases`.
+        arguments: Words from `normalize_arguments`.
+        phases: Settings of each phase, from `split_phases`; None without phases.
 
     Raises:
         ValueError: If the real parser or the run is certain to refuse them.
@@ -122,8 +122,8 @@ def run(arguments: Sequence[str], phases: Sequence[PhaseSettings] | None = None)
     """Runs a subcommand of LightningCLI, or several fits one after the other.
 
     Args:
-        arguments: From `normalize_arguments`.
-        phases: From `split_phases`.
+        arguments: Words from `normalize_arguments`.
+        phases: Settings of each phase, from `split_phases`; None without phases.
 
     Raises:
         SystemExit: With an exit code that tells how it ended, unless that is 0.

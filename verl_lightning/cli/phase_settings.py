@@ -70,8 +70,8 @@ def split_phases(words: Sequence[str]) -> list[PhaseSettings] | None:
         ValueError: If the phases don't fit one another, or are for something else than `fit`.
     """
     configs, flags = configs_and_flags(words[1:])
-    files = [(path, read_file(path)) for path in configs if f"{KEY}:" in path.read_text(encoding="utf-8")]
-    parts = {path: settings[KEY] for path, settings in files if KEY in settings}
+    known = {path: read_file(path) for path in configs if f"{KEY}:" in path.read_text(encoding="utf-8")}
+    parts = {path: settings[KEY] for path, settings in known.items() if KEY in settings}
     if not parts:
         return None
     if words[0] != "fit":
@@ -81,7 +81,8 @@ def split_phases(words: Sequence[str]) -> list[PhaseSettings] | None:
         )
     for path, part in parts.items():
         check_shape(path, part)
-    shared = [(path, {key: value for key, value in read_file(path).items() if key != KEY}) for path in configs]
+    all_files = [(path, known[path] if path in known else read_file(path)) for path in configs]
+    shared = [(path, {key: value for key, value in file.items() if key != KEY}) for path, file in all_files]
     phases = [
         PhaseSettings(
             name=name,

@@ -22,14 +22,7 @@ PROCESSES = ("accelerator", "devices", "num_nodes", "strategy")
 
 
 class Rehearsal(CLI):
-    """Reads the settings of a phase and builds its parts without a trainer, to find what is wrong with them early.
-
-    Args:
-        words: Command line of the phase.
-    """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        super().__init__(words, run=False)
+    """Reads the settings of a phase and builds its parts without a trainer, to find what is wrong with them early."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -67,7 +60,7 @@ def fit_phases(split: Sequence[PhaseSettings]) -> CLI:
     rehearsals: list[CLI] = [cli]
     for settings in split[1:]:
         with settings.words() as words:
-            rehearsals.append(Rehearsal(words))
+            rehearsals.append(Rehearsal(words, run=False))
     check_processes(split, rehearsals)
     whole = {KEY: {settings.name: repeatable(each) for settings, each in zip(split, rehearsals, strict=True)}}
     phases, checkpoint = begun(cli, [settings.name for settings in split])

@@ -41,8 +41,9 @@ def main(argv: Sequence[str]) -> None:
 
         options, words = parse_launch(argv)
         sys.path.append(os.getcwd())
-        refuse_phases(split_phases(normalize_arguments(words)))
-        check_settings(normalize_arguments(words), is_here=is_alone(options.address))
+        arguments = normalize_arguments(words)
+        refuse_phases(split_phases(arguments))
+        check_settings(arguments, is_here=is_alone(options.address))
         actors = actor_demands(words, options.num_workers)
         connect(options.address)
         demands = [options.demand(sum(node.resources.get("GPU", 0.0) for node in nodes())), *actors]

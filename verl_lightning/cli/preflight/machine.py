@@ -11,6 +11,7 @@ from verl_lightning.cli.preflight.reading import Reading
 from verl_lightning.cli.preflight.sources import names_without
 from verl_lightning.needs import (
     ADAPTER_WEIGHTS,
+    OWN_STRATEGIES,
     broken_weights,
     has_certainly_no_gpu,
     missing_accelerator,
@@ -92,7 +93,7 @@ def about_strategy(reading: Reading) -> Iterator[str]:
     if isinstance(strategy, str) and module is not None and not reading.has_foreign_classes:
         complaint = missing_strategy(strategy, module)
         if complaint is not None and not strategy.startswith(LIGHTNINGS_STRATEGIES):
-            known = ("auto", "ddp", "fsdp", "megatron")
+            known = ("auto", *OWN_STRATEGIES)
             hint = did_you_mean(strategy, known) or f" Choose from {', '.join(known)}."
             complaint = f"`trainer.strategy` has no choice {strategy!r}.{hint}"
         yield from told(complaint)
