@@ -19,7 +19,7 @@ class EngineActor:
 
     Args:
         engine: Not started.
-        device: On which it starts.
+        device: Device on which it starts.
         environment: The caller's folder and modules.
     """
 

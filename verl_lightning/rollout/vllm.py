@@ -25,14 +25,12 @@ from torch import Tensor
 
 from verl_lightning.compat import vllm as compat
 from verl_lightning.faults import RunError
-from verl_lightning.models.pretrained import read_config
-from verl_lightning.models.vision import has_tower
 from verl_lightning.processes import loopback
 from verl_lightning.rollout.base import Completion, Request
 from verl_lightning.rollout.stepping import Recipe, SteppingEngine, late_message
 from verl_lightning.rollout.vllm_config import VLLMConfig
 from verl_lightning.rollout.vllm_images import check_written_out, vllm_prompt
-from verl_lightning.rollout.vllm_launch import import_vllm, llm_options
+from verl_lightning.rollout.vllm_launch import import_vllm, llm_options, reads_images
 from verl_lightning.rollout.vllm_sampling import check_guide, check_speculation, sampling_options
 from verl_lightning.rollout.watchdog import end_if_stuck
 from verl_lightning.rollout.weight_sums import WeightSums, weight_sums
@@ -331,7 +329,7 @@ class VLLMEngine(SteppingEngine):
     @functools.cached_property
     def _reads_images(self) -> bool:
         """True if the policy is one that images can be asked of."""
-        return has_tower(read_config(self.config.path))
+        return reads_images(self.config)
 
     def _check_length(self, prompt: int, response: int) -> None:
         limit = self._running.llm_engine.model_config.max_model_len

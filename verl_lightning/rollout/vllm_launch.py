@@ -69,30 +69,35 @@ def llm_options(config: VLLMConfig, device: torch.device) -> dict[str, Any]:
         if is_cuda
         else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
     )
-    sources = memory | weights_options(config)
+    sources = memory | _weights_options(config)
     return sources | {
         "dtype": config.dtype,
         # As the trainer: rounding logits to 16 bits can part the two by about as much as all layers before do.
         "hf_overrides": {"head_dtype": "float32"} if is_cuda else None,
-        "additional_config": {} if has_draft_model(config) else compat.residual_options(policy.model_type),
+        "additional_config": {} if _has_draft_model(config) else compat.residual_options(policy.model_type),
         "max_model_len": config.max_model_len,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": config.log_probs_mode,
         "distributed_executor_backend": launcher(device),
         "tensor_parallel_size": config.tensor_parallel_size,
         "generation_config": "vllm",  # the model's own would add penalties that the trainer knows nothing of
-        "skip_tokenizer_init": not (config.makes_text or has_tower(policy)),
+        "skip_tokenizer_init": not (config.makes_text or reads_images(config)),
         "enable_prefix_caching": True,
         "speculative_config": None if config.speculation is None else config.speculation.vllm_options(),
     }
 
 
-def has_draft_model(config: VLLMConfig) -> bool:
+def reads_images(config: VLLMConfig) -> bool:
+    """Tells whether the policy is one that images can be asked of."""
+    return has_tower(read_config(config.path))
+
+
+def _has_draft_model(config: VLLMConfig) -> bool:
     """Tells whether another model guesses tokens; it may read the policy's residual stream, in the engine's type."""
     return config.speculation is not None and config.speculation.method != "ngram"
 
 
-def weights_options(config: VLLMConfig) -> dict[str, Any]:
+def _weights_options(config: VLLMConfig) -> dict[str, Any]:
     """Returns the arguments of ``vllm.LLM`` that say where weights come from."""
     if config.lora_rank is None:
         transfer = {} if config.transfer == "host" else {"backend": config.transfer}
