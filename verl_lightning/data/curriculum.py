@@ -43,8 +43,8 @@ class FollowCurriculum(Callback):
         del experience
         number = self._loader.num_handed_out - 1
         newest = self._mixture.kinds_at(number)[-1]
-        result, column = scored.reward_result, self._mixture.config.column
-        is_newest = torch.tensor([rows[index].get(column) == newest for index in scored.rollout.prompt_index.tolist()])
+        result, prompts = scored.reward_result, scored.rollout.prompt_index.tolist()
+        is_newest = torch.tensor([self._loader.kind_of(rows[index]) == newest for index in prompts])
         counts = is_newest.to(result.rewards.device) & result.is_valid
         passes = counts & (result.rewards >= self._config.success_reward)
         sums = torch.stack([passes.sum(), counts.sum()]).double()

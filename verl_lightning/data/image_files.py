@@ -42,7 +42,7 @@ _MAX_DOWNLOAD = 2**28  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig(Options, key="images"):
-    """Where rows may have their images, beside files and the rows themselves."""
+    """Sources of images beside files and the rows themselves."""
 
     allow_urls: bool = False
     """Download images that rows name by an address in the network, before the first step; every process downloads all

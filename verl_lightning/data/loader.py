@@ -124,7 +124,8 @@ class TrainLoader:
         while not self._is_over(self._position):
             begin = self._position
             self._position += self.global_batch_size
-            yield self._batch(self._order(self._epoch), begin)  # which a curriculum may have changed
+            order = self._order(self._epoch)  # which a curriculum may have changed
+            yield self.batch_of(self._own(order, begin))
 
     def handed_out(self) -> tuple[int, int]:
         """Return the epoch of the batch that was handed out last, and its position in the epoch's order."""
@@ -160,10 +161,6 @@ class TrainLoader:
     def num_handed_out(self) -> int:
         """Batches of the run so far, the first of which has number 0."""
         return self._epoch * self.used_batches + self._position // self.global_batch_size
-
-    def _batch(self, order: list[int], begin: int) -> object:
-        """Makes this rank's part of the global batch that begins at a position."""
-        return self.batch_of(self._own(order, begin))
 
     def _own(self, order: list[int], begin: int) -> list[int]:
         """Return this rank's rows of the global batch that begins at a position."""

@@ -118,5 +118,5 @@ def digest(row: Mapping[str, Any]) -> int:
 
 
 def _as_text(value: Any) -> str:
-    """What stands for a value that JSON lacks: of a picture its content, whose text would be its place in memory."""
+    """Returns a text for a value that JSON lacks: of a picture its content, as its own text is its place in memory."""
     return encode_image(value).hex() if is_picture(value) else str(value)

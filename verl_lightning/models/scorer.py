@@ -137,21 +137,24 @@ class TokenScorer(nn.Module):
 
     def _packed(self, batch: TokenBatch, with_entropy: bool) -> Scores:
         """Score the real tokens alone, in one row; 0 where ``response_mask`` is False."""
-        packed = pack(batch)
+        packed, output_head = pack(batch), None if self.head == "value" else self._linear_head()
         if self.sequence_group is not None:
-            has_linear_head = self.head != "value" and self._linear_head() is not None
-            packed = packed.shared_by(self.sequence_group, balances=has_linear_head)
+            packed = packed.shared_by(self.sequence_group, balances=output_head is not None)
         inputs = packed.model_inputs(has_kernel=attention_of(self.backbone) == VARLEN)
         if batch.images is None:
-            return self._from_packed(packed, inputs, batch, with_entropy)
+            return self._from_packed(packed, inputs, batch, output_head, with_entropy)
         inputs |= packed_image_arguments(self.backbone, batch, packed)
         with own_text_embedded(self.backbone, batch, packed) as input_ids:
-            return self._from_packed(packed, inputs | {"input_ids": input_ids}, batch, with_entropy)
+            return self._from_packed(packed, inputs | {"input_ids": input_ids}, batch, output_head, with_entropy)
 
     def _from_packed(
-        self, packed: PackedTokens, inputs: dict[str, Any], batch: TokenBatch, with_entropy: bool
+        self,
+        packed: PackedTokens,
+        inputs: dict[str, Any],
+        batch: TokenBatch,
+        output_head: nn.Linear | None,
+        with_entropy: bool,
     ) -> Scores:
-        output_head = None if self.head == "value" else self._linear_head()
         hidden: Tensor | None
         if self.head == "value":
             hidden = packed.predicting(self.backbone(**inputs).last_hidden_state)

@@ -111,9 +111,6 @@ def own_text_embedded(
         batch: Batch on the model's device.
         packed: Its tokens in a row, which the ids are then of; None where the model reads it padded.
     """
-    if batch.images is None:
-        yield batch.input_ids
-        return
     assert batch.mm_token_type_ids is not None
     is_said = (batch.input_ids == backbone.config.image_token_id) & (batch.mm_token_type_ids == 0)
     real = batch.input_ids

@@ -243,7 +243,7 @@ class ModelSizes:
         return {
             role.name: plan(self.sizes[role.name], role.config, tokens, accumulates=accumulates)
             for role in self.module.roles
-            if not role.is_elsewhere
+            if role.name in self.sizes
         }
 
 
