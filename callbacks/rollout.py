@@ -146,8 +146,7 @@ class RolloutCallback(EngineCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(SamplingModule, pl_module)
-        refills = isinstance(pl_module, SamplingModule) and module.dynamic_sampling is not None
-        if self.max_staleness or refills or self._saved:
+        if self.max_staleness or module.dynamic_sampling is not None or self._saved:
             check_order(trainer, self.max_staleness)
             keeps_order = self.in_flight == "finish"
             self._supply = GroupSupply(self, module, self.max_staleness, keeps_order=keeps_order)

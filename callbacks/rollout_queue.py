@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, Literal
 
 from verl_lightning.callbacks.prompt_stream import Cursor, Group, Prompt, PromptStream
@@ -184,8 +185,8 @@ class RolloutQueue:
         """
         assert self.stream is not None
         parts = [groups_in(state) for state in states]
-        own = parts[lane] if len(parts) == lanes else sorted((each for part in parts for each in part), key=first)
-        own = own if len(parts) == lanes else own[lane::lanes]
+        is_alike = len(parts) == lanes
+        own = parts[lane] if is_alike else sorted(chain.from_iterable(parts), key=itemgetter(0))[lane::lanes]
         self.groups = self.stream.groups_of([prompt for prompt, _ in own])
         for group, (_, completions) in zip(self.groups, own, strict=True):
             versions = [version for each in completions for version in each.own_versions]
@@ -210,11 +211,6 @@ def death_in(answer: Future[Any]) -> EngineDiedError | None:
     if error is None or isinstance(error, EngineDiedError):
         return error
     raise error
-
-
-def first(pair: tuple[Any, Any]) -> Any:
-    """The first of two."""
-    return pair[0]
 
 
 def groups_in(state: Mapping[str, Any]) -> list[tuple[Prompt, list[Any]]]:

@@ -149,6 +149,9 @@ class ToyRollout(RolloutCallback):
     def start_engine(self, device: Any) -> None: ...
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+
+    @override
     def on_train_batch_start(self, *args: Any) -> None: ...
 
     @override
