@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, and what a resumed run must share with it."""
+"""Describes a run in its checkpoints, and checks that a resumed run is like it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def tell_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def _older_decay(saved: Mapping[str, Any]) -> dict[str, bool]:
-    """What holds of a checkpoint without `optim.decay_norms_and_biases`: they had the decay of all weights."""
+    """Returns the settings of checkpoints older than `optim.decay_norms_and_biases`: all weights decayed alike."""
     decay = ".optim.weight_decay"
     keys = [key.removesuffix("weight_decay") for key, value in saved.items() if key.endswith(decay) and value]
     return {f"{key}decay_norms_and_biases": True for key in keys}
