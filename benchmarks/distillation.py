@@ -68,6 +68,7 @@ def trainer(folder: Path, steps: int, *callbacks: object) -> Trainer:
 
 def train(folder: Path, steps: int, module: PostTrainingModule, data: LightningDataModule, *callbacks: object) -> str:
     """Train, unless a run before has, and give the folder of the model."""
+    folder = folder / f"{steps} steps"
     model = folder / "hf" / "last"
     if not model.exists():
         trainer(folder, steps, *callbacks).fit(module, datamodule=data)
@@ -88,13 +89,15 @@ def accuracy(task: Path, model: str) -> float:
 
 def arm(name: str, task: Path, folder: Path, student: str, teacher: str, *, steps: int, lr: float) -> str:
     """Train a student in one of three ways."""
+    if name == "sft":
+        return train(folder, steps, SFTModule(student, lr=lr), chats(task))
     told = TeacherConfig(path=teacher, beta=1.0 if name == "on-policy" else 0.0)
     if name == "on-policy":
         update = {"mini_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}
         policy = PPOModule(student, teacher=told, update=update, lr=lr)
         return train(folder, steps, policy, prompts(task), HFRollout(num_samples=1, max_new_tokens=5))
-    options = {} if name == "sft" else {"teacher": told, "cross_entropy_coef": 0.0}
-    return train(folder, steps, SFTModule(student, lr=lr, **options), chats(task))
+    taught = SFTModule(student, teacher=told, cross_entropy_coef=0.0, lr=lr)
+    return train(folder, steps, taught, chats(task))
 
 
 def main() -> None:
@@ -124,7 +127,8 @@ def main() -> None:
             scores = []
             for seed in options.seeds:
                 seed_everything(seed, verbose=False)
-                folder = options.workdir / f"{name} {lr} {seed}"
+                begun = f"{options.warm_up} of {options.teacher_steps}"
+                folder = options.workdir / f"{name} {lr} {seed} after {begun}"
                 scores.append(accuracy(task, arm(name, task, folder, student, teacher, steps=options.steps, lr=lr)))
             by_rate[lr] = scores
             sys.stdout.write(f"{name} lr {lr}: {scores}\n")

@@ -35,7 +35,7 @@ def main() -> None:
     for names in (TRAINED, HELD_OUT):
         name, values = read(arguments.run / "metrics.csv", names)
         axes.plot(list(values), list(values.values()), label=name)
-        shown = {step: values[step] for step in STEPS if step in values}
+        shown = {step: values[step] for step in (*STEPS, max(values, default=0)) if step in values}
         print(name, *(f"step {step}: {value:.3f}" for step, value in shown.items()), sep="  ")
     axes.set_xlabel("step")
     axes.legend()
