@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.runs import make_ppo, make_rollout, make_settings, make_trainer
+from tests.tolerances import assert_near
 from verl_lightning.cli.command import main
 from verl_lightning.cli.evaluation.command import RESULTS_FILE, parse
 from verl_lightning.cli.evaluation.run import Evaluation, NoBatches
@@ -36,7 +37,7 @@ def test_log_probs_are_those_of_transformers(tmp_path, tiny_folder):
     for value, (prompt, response) in zip(found, pairs, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
-        torch.testing.assert_close(torch.tensor(value), expected, rtol=1e-4, atol=1e-4)
+        assert_near(torch.tensor(value), expected)
 
 
 def test_greedy_choices_are_known_and_answers_end_where_the_task_says(tmp_path, tiny_folder):

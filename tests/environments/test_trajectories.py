@@ -10,19 +10,17 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.testing import assert_close
 
-from tests.environments.worlds import END, Counting, counting_tokenizer, say_seven, write_counting_folder
+from tests.environments.worlds import Counting, counting_tokenizer, play, requests_for, write_counting_folder
 from tests.processes import on_ranks
-from tests.rollout.asking import play_all
 from tests.runs import Recorder, make_model_config, make_ppo, make_prompts, make_rollout, make_trainer
+from tests.tolerances import assert_near
 from verl_lightning.algorithms.advantages.gae import GAE
 from verl_lightning.algorithms.advantages.opo import OPO
 from verl_lightning.callbacks import SamplesTable
-from verl_lightning.environments.config import Environments, EpisodesConfig
-from verl_lightning.environments.runner import EpisodeRequest, EpisodeRunner
+from verl_lightning.environments.config import EpisodesConfig
 from verl_lightning.modules.learner import divide
 from verl_lightning.modules.ppo_config import CriticConfig, UpdateConfig
 from verl_lightning.modules.trajectories import longest_lengths, trajectories_of
-from verl_lightning.rollout.base import SamplingConfig
 from verl_lightning.rollout.completions import pack_completions, to_rollout, unpack_completions
 from verl_lightning.strategies import STRATEGIES
 from verl_lightning.types import Experience
@@ -32,21 +30,9 @@ SPLIT = EpisodesConfig(history="split")
 
 def played(*turns):
     """Episodes of as many turns each, and their requests."""
-    runner = EpisodeRunner(
-        environments=Environments(Counting),
-        config=SPLIT,
-        tokenizer=counting_tokenizer(),
-        eos_token_ids=[END],
-        max_prompt_length=None,
-        enable_thinking=None,
-    )
-    sampling = SamplingConfig(max_new_tokens=8)
-    requests = [
-        EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=n, name=f"prompt {n}, sample 0", row={"turns": count})
-        for n, count in enumerate(turns)
-    ]
-    completions = play_all(runner, say_seven, requests)
-    return requests, completions
+    rows = [{"turns": count} for count in turns]
+    completions = play(Counting, rows, max_new_tokens=8, tokenizer=counting_tokenizer(), history="split")
+    return requests_for(rows, max_new_tokens=8), completions
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +157,7 @@ def test_a_critic_sees_an_episode_through(folder, tmp_path, prompt_file):
     rewards = torch.tensor([episode.reward for episode in scored.rollout.episodes])
     first = [experience.episode_index.index(row) for row in range(16)]
     returns = [experience.returns[row][experience.response_mask[row]][0] for row in first]
-    assert_close(torch.stack(returns), rewards, rtol=1e-4, atol=1e-4)
+    assert_near(torch.stack(returns), rewards)
     assert min(recorder.column("critic/grad_norm")) > 0
     rows = [json.loads(line) for line in (tmp_path / "samples/train_step=1.jsonl").read_text().splitlines()]
     for row, episode in zip(rows, scored.rollout.episodes, strict=False):

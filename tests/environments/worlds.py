@@ -109,19 +109,33 @@ async def say_seven(request):
     return Completion([tiny_tokenizer().convert_tokens_to_ids("7"), END], [-1.0, -0.5], False, 1)
 
 
-def play(environment, rows, generate=say_seven, *, max_new_tokens=64, **config):
-    """Episodes of some rows, one of each; with the runner that played them."""
-    runner = EpisodeRunner(
-        environments=Environments(environment),
-        config=EpisodesConfig(**config),
-        tokenizer=tiny_tokenizer(),
-        eos_token_ids=[END],
-        max_prompt_length=None,
-        enable_thinking=None,
-    )
+def requests_for(rows, *, max_new_tokens=64):
+    """What is asked for one episode of each row."""
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)
-    requests = [
+    return [
         EpisodeRequest(prompt_ids=[5], sampling=sampling, seed=index, name=f"prompt {index}, sample 0", row=row)
         for index, row in enumerate(rows)
     ]
-    return play_all(runner, generate, requests)
+
+
+def play(
+    environment,
+    rows,
+    generate=say_seven,
+    *,
+    max_new_tokens=64,
+    max_prompt_length=None,
+    tokenizer=None,
+    eos=END,
+    **config,
+):
+    """Episodes of some rows, one of each."""
+    runner = EpisodeRunner(
+        environments=Environments(environment),
+        config=EpisodesConfig(**config),
+        tokenizer=tokenizer or tiny_tokenizer(),
+        eos_token_ids=[eos],
+        max_prompt_length=max_prompt_length,
+        enable_thinking=None,
+    )
+    return play_all(runner, generate, requests_for(rows, max_new_tokens=max_new_tokens))

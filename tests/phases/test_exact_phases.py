@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 
 import pytest
@@ -40,14 +39,8 @@ def files(tmp_path_factory, chat_file, pair_file, prompt_file):
 
 @pytest.fixture(scope="module")
 def whole(files, tiny_folder):
-    folder, data = files
-
-    @functools.cache
-    def run():
-        remote = Remote()
-        return *run_phases(folder / "whole", tiny_folder, data, loggers=[remote]), remote
-
-    return run
+    (folder, data), remote = files, Remote()
+    return *run_phases(folder / "whole", tiny_folder, data, loggers=[remote]), remote
 
 
 CASES = [pytest.param(kill, marks=pytest.mark.slow if kill.startswith(("within", "as")) else []) for kill in KILLS]
@@ -61,7 +54,7 @@ def test_a_run_killed_beside_a_border_ends_like_the_whole_one(files, tiny_folder
 
     module, metrics = run_phases(folder / kill, tiny_folder, data)
 
-    expected, rows, _ = whole()
+    expected, rows, _ = whole
     assert_same_state(module.state_dict(), expected.state_dict())
     assert metrics == rows
     assert [int(row["step"]) for row in metrics] == list(range(7))
@@ -103,7 +96,7 @@ def test_what_no_phase_can_be_is_refused(tiny_folder, tmp_path, files, name, tra
 
 
 def test_all_loggers_count_the_steps_of_all_phases(whole):
-    *_, remote = whole()
+    *_, remote = whole
     assert remote.steps == list(range(7))
 
 

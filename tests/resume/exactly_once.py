@@ -147,7 +147,7 @@ def check_once(algorithm: str, folder: Path, run: Path) -> dict[str, int]:
     lost, twice = taken - found, found - taken
     assert not lost, f"lost: {lost}"
     assert not twice, f"twice: {twice}"
-    return {"learnt": learnt.total(), "waiting": waiting.total(), "lost": lost.total(), "twice": twice.total()}
+    return {"learnt": learnt.total(), "waiting": waiting.total()}
 
 
 def run_chain(folder: Path, algorithm: str, strategy: str, model: Path, kills: list[Kill]) -> dict[str, int]:
